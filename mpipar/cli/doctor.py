@@ -1,0 +1,61 @@
+"""mpipar doctor: tells what is here, what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpipar.cli.findings import Finding
+
+# The doctor reports a broken launch, so it is not refused for it.
+ALONE = True
+
+_COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the findings here as well"
+    )
+
+
+def run(args: argparse.Namespace, world: MPI.Comm) -> int:
+    """Print the findings on rank 0; return 1 when something is bad."""
+    from mpipar.cli.facts import collect
+    from mpipar.cli.findings import judge
+    from mpipar.cli.launch import read_launch
+
+    facts = world.gather(collect(world.size))
+    launch = read_launch(os.environ)
+    if world.rank == 0 and launch.speaks:
+        findings = judge(facts, launch)
+        _show(findings)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(f) for f in findings], indent=2))
+        bad = any(finding.state == "bad" for finding in findings)
+    else:
+        bad = False
+    return int(world.bcast(bad))
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.advice:
+            text.append(f"\n{finding.advice}", style="italic")
+        state = Text(finding.state, style=_COLOURS[finding.state])
+        table.add_row(state, finding.name, text)
+    Console(highlight=False).print(table)

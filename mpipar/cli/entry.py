@@ -1,0 +1,85 @@
+"""The frame around every command: parsing, launch checks, threads, errors.
+
+Nothing here imports NumPy, and MPI is imported only once a command is to run.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
+from types import ModuleType
+
+from mpipar.cli.launch import read_launch
+
+COMMANDS = {
+    "train": "train a recipe",
+    "verify": "prove that a layout computes what one rank computes",
+    "generate": "continue a prompt with a trained model",
+    "doctor": "tell what MPI, BLAS, HDF5 and GPUs are here and what is wrong",
+}
+
+
+class _Version(argparse.Action):
+    """Print the version; look it up only when asked, since the look-up takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            found = version("mpipar")
+        except PackageNotFoundError:
+            found = "(not installed)"
+        parser.exit(message=f"mpipar {found}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    0 done, 1 a check failed, 2 the recipe or the command is wrong, 3 stopped by a
+    signal after a save, 4 a rank failed (then the whole MPI job is aborted).
+    """
+    # Read the launcher's word before MPI starts: some libraries set the same variables.
+    launch = read_launch(os.environ)
+    args, command = _parse(sys.argv[1:] if argv is None else argv, launch.speaks)
+
+    from mpipar.cli.world import run_in_world
+
+    return run_in_world(command, args, launch)
+
+
+def _parse(
+    argv: Sequence[str], speaks: bool
+) -> tuple[argparse.Namespace, ModuleType | None]:
+    parser = argparse.ArgumentParser(
+        prog="mpipar", description="Train and run transformers over MPI."
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the version and leave"
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        subparsers.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
+
+    # Import the asked command only, so that help stays light.
+    module = None
+    if argv and argv[0] in COMMANDS:
+        module = importlib.import_module(f"mpipar.cli.{argv[0]}")
+        parser, argv = subparsers.choices[argv[0]], argv[1:]
+        module.add_arguments(parser)
+
+    # Every rank parses the same words; one of them is enough to answer. Intermixed,
+    # so that key=value may stand before and after the options.
+    with nullcontext() if speaks else _quiet():
+        if module is None:
+            parser.parse_args(argv)
+        return parser.parse_intermixed_args(argv), module
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield

@@ -1,0 +1,99 @@
+"""Starts MPI for a command, and ends every rank when one of them fails."""
+
+import argparse
+import os
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from types import ModuleType
+
+from mpipar.cli.launch import (
+    Launch,
+    singleton_message,
+    thread_settings,
+    thread_warning,
+    threads_per_rank,
+)
+from mpipar.errors import MpiparError
+
+with warnings.catch_warnings():
+    # mpi4py warns of a wrong launcher on every rank; the check below says it once.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    from mpi4py import MPI
+
+FAILED = 4
+
+
+def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) -> int:
+    """Check the launch, set the BLAS threads, run the command and guard it.
+
+    A command that has ALONE = True reports on the launch itself and is not refused.
+    """
+    world = MPI.COMM_WORLD
+    reason = singleton_message(launch, world.size, mpi_library())
+    if reason and not getattr(command, "ALONE", False):
+        if launch.speaks:
+            print(f"mpipar: {reason}", file=sys.stderr)
+        return 2
+    threading.excepthook = lambda hook: _abort(world, hook.exc_value)
+    try:
+        set_threads(world)
+        return command.run(args, world)
+    except SystemExit as stop:
+        return 0 if stop.code in (None, 0) else _abort(world, stop)
+    except BaseException as error:
+        if _is_common(error, world):
+            return _tell_once(error, world)
+        return _abort(world, error)
+
+
+def _is_common(error: BaseException, world: MPI.Comm) -> bool:
+    """True when every rank raises this error, so that nobody waits for this one."""
+    alone = world.size == 1 and isinstance(error, MpiparError)
+    return alone or getattr(error, "agreed", False)
+
+
+def _tell_once(error: BaseException, world: MPI.Comm) -> int:
+    if world.rank == 0:
+        name = "" if isinstance(error, MpiparError) else f"{type(error).__name__}: "
+        print(f"mpipar: {name}{error}", file=sys.stderr)
+    return getattr(error, "exit_code", FAILED)
+
+
+def mpi_library() -> str:
+    """Name and version of the MPI library, in one line."""
+    text = MPI.Get_library_version().partition("\n")[0].partition(",")[0]
+    return " ".join(text.replace("Version:", "").strip("\0").split())
+
+
+def set_threads(world: MPI.Comm) -> None:
+    """Share the cores of each node among its ranks' BLAS threads. Collective.
+
+    Must run before NumPy is loaded, which reads the variables once.
+    """
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    masks = node.allgather(frozenset(os.sched_getaffinity(0)))
+    threads = threads_per_rank(masks, node.rank)
+    cores = len(frozenset().union(*masks))
+    warning = thread_warning(os.environ, node.size, cores)
+    if warning and world.rank == 0:
+        print(warning, file=sys.stderr)
+    os.environ.update(thread_settings(os.environ, threads))
+    node.Free()
+
+
+def _abort(world: MPI.Comm, error: BaseException | None) -> int:
+    """Tell which rank failed and why, then end every rank of the job."""
+    who = f"[rank {world.rank} of {world.size}, {socket.gethostname()}] "
+    if isinstance(error, KeyboardInterrupt):
+        lines = ["interrupted"]
+    else:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+    # One write, so that the lines of several ranks do not mix.
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{who}{line}\n" for line in lines))
+    sys.stderr.flush()
+    world.Abort(FAILED)
+    return FAILED

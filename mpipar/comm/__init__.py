@@ -1,0 +1,14 @@
+"""Collectives on arrays, layouts, transports, counters and the watchdog."""
+
+from mpipar.comm.agree import raise_together
+from mpipar.comm.communicator import Communicator
+from mpipar.comm.counters import Counters, shares
+from mpipar.comm.handle import Handle
+from mpipar.comm.layout import P, R, S, adjoint, reshard, volume
+from mpipar.comm.null import NullCommunicator
+from mpipar.comm.transport import Host, Staged
+
+__all__ = [
+    "Communicator", "Counters", "Handle", "Host", "NullCommunicator", "P", "R", "S",
+    "Staged", "adjoint", "raise_together", "reshard", "shares", "volume",
+]  # fmt: skip

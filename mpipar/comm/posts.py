@@ -1,0 +1,117 @@
+"""The MPI calls behind each operation, in pieces that every MPI can count.
+
+Each method yields what MPI returned: requests from the nonblocking calls, None from the
+blocking ones. Arrays are flat and contiguous, and the same length on all ranks unless
+``blocks`` says otherwise, so all ranks cut them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+
+import numpy as np
+
+from mpipar.comm import mpi
+
+Posts = Iterator["mpi.Request | None"]
+_EXCHANGE_TAG = 32767  # the largest tag that every MPI has; users stay below it
+
+
+class Poster:
+    """Blocking (``prefix`` "") or nonblocking (``prefix`` "I") calls on ``comm``.
+
+    limit    bytes that one piece may have
+    """
+
+    def __init__(self, comm: mpi.Comm, prefix: str) -> None:
+        def call(name: str) -> object:
+            return getattr(comm, "I" + name if prefix else name.capitalize())
+
+        self._comm = comm
+        self._allreduce = call("allreduce")
+        self._allgather = call("allgather")
+        self._allgatherv = call("allgatherv")
+        self._reduce_scatter = call("reduce_scatter")
+        self._reduce = call("reduce")
+        self._bcast = call("bcast")
+
+    def all_reduce(
+        self, flat: np.ndarray, kind: mpi.Datatype, op: mpi.Op, limit: int
+    ) -> Posts:
+        """In place."""
+        for part in pieces(flat, limit):
+            yield self._allreduce(mpi.IN_PLACE, [part, kind], op=op)
+
+    def broadcast(self, flat: np.ndarray, root: int, limit: int) -> Posts:
+        """Bytes, in place."""
+        for part in pieces(flat, limit):
+            yield self._bcast([part, mpi.BYTE], root)
+
+    def all_gather(
+        self, own: np.ndarray, out: np.ndarray, blocks: list[int] | None, limit: int
+    ) -> Posts:
+        """Bytes; ``blocks`` is None when all ranks bring the same number."""
+        if out.size > limit:
+            # Offsets may not fit MPI's integers here: every rank broadcasts its block
+            lengths = blocks or [own.size] * self._comm.size
+            for root, block in enumerate(_split(out, lengths)):
+                if root == self._comm.rank:
+                    block[...] = own
+                yield from self.broadcast(block, root, limit)
+        elif blocks is None:
+            yield self._allgather([own, mpi.BYTE], [out, mpi.BYTE])
+        else:
+            yield self._allgatherv([own, mpi.BYTE], [out, blocks, None, mpi.BYTE])
+
+    def reduce_scatter(
+        self,
+        flat: np.ndarray,
+        out: np.ndarray,
+        blocks: list[int],
+        kind: mpi.Datatype,
+        op: mpi.Op,
+        limit: int,
+    ) -> Posts:
+        """``blocks`` are the elements that each rank gets."""
+        if flat.nbytes <= limit:
+            # Not Reduce_scatter_block, which is slow in Open MPI
+            yield self._reduce_scatter([flat, kind], [out, kind], blocks, op)
+            return
+        for root, block in enumerate(_split(flat, blocks)):
+            own = root == self._comm.rank
+            targets = pieces(out, limit) if own else repeat(None)
+            for part, target in zip(pieces(block, limit), targets, strict=False):
+                into = [target, kind] if own else None
+                yield self._reduce([part, kind], into, op, root)
+
+    def all_to_all(self, flat: np.ndarray, out: np.ndarray, limit: int) -> Posts:
+        """Bytes; blocking whatever the prefix."""
+        if flat.size <= limit:
+            yield self._comm.Alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
+            return
+        n, rank = self._comm.size, self._comm.rank
+        leaving, arriving = flat.reshape(n, -1), out.reshape(n, -1)
+        for hop in range(n):
+            to, source = (rank + hop) % n, (rank - hop) % n
+            there, here = pieces(leaving[to], limit), pieces(arriving[source], limit)
+            for part, target in zip(there, here, strict=True):
+                yield self._comm.Sendrecv(
+                    [part, mpi.BYTE], to, _EXCHANGE_TAG,
+                    [target, mpi.BYTE], source, _EXCHANGE_TAG,
+                )  # fmt: skip
+
+
+def pieces(flat: np.ndarray, limit: int) -> list[np.ndarray]:
+    """Cut a 1-D array in pieces of at most ``limit`` bytes; never no piece."""
+    if flat.nbytes <= limit:
+        return [flat]
+    step = max(1, limit // flat.itemsize)
+    return [flat[at : at + step] for at in range(0, flat.size, step)]
+
+
+def _split(flat: np.ndarray, lengths: Iterable[int]) -> Iterator[np.ndarray]:
+    at = 0
+    for length in lengths:
+        yield flat[at : at + length]
+        at += length

@@ -1,0 +1,36 @@
+"""The recipe of a run: frozen, typed, and checked before any array exists."""
+
+from mpipar.config.fields import replace
+from mpipar.config.presets import find_recipe, preset_names
+from mpipar.config.read import read_recipe
+from mpipar.config.recipe import (
+    AXES,
+    Checkpoint,
+    Data,
+    Log,
+    Model,
+    Optimizer,
+    Parallel,
+    Recipe,
+    Train,
+)
+from mpipar.config.rules import resolve
+from mpipar.config.write import to_toml
+
+__all__ = [
+    "AXES",
+    "Checkpoint",
+    "Data",
+    "Log",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "Recipe",
+    "Train",
+    "find_recipe",
+    "preset_names",
+    "read_recipe",
+    "replace",
+    "resolve",
+    "to_toml",
+]

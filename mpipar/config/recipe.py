@@ -1,0 +1,209 @@
+"""The sections and fields of a recipe, with defaults, units and legal ranges.
+
+A field whose description says "0 = ..." is filled in by `resolve`, which knows the
+number of ranks. Rules between fields are in rules.py.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+AXES = ("tp", "cp", "dp", "pp")
+
+# Counts fit 32 signed bits, so that products of two of them fit 64.
+LARGEST = 2**31 - 1
+
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST)]
+AboveZero = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _to_tuple(value: Any) -> Any:
+    """TOML has lists, frozen models hold tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _each_axis_once(order: Sequence[str]) -> Sequence[str]:
+    if sorted(order) != sorted(AXES):
+        raise ValueError("not a permutation of the axes")
+    return order
+
+
+Order = Annotated[
+    tuple[str, ...], BeforeValidator(_to_tuple), AfterValidator(_each_axis_once)
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
+    )
+
+
+class Model(Section):
+    """What is trained: family and sizes."""
+
+    family: Literal["gpt", "llama"] = Field(
+        "gpt",
+        description="gpt: LayerNorm, learned positions, GELU; "
+        "llama: RMSNorm, RoPE, SwiGLU",
+    )
+    layers: Positive = Field(description="transformer blocks")
+    width: Positive = Field(description="width of the residual stream")
+    heads: Positive = Field(description="query heads")
+    kv_heads: Natural = Field(0, description="key and value heads; 0 = heads")
+    ffn: Natural = Field(
+        0,
+        description="inner width of the MLP; 0 = 4*width (gpt), "
+        "8/3*width rounded up to a multiple of 32 (llama)",
+    )
+    context: Positive = Field(description="tokens in a sequence")
+    vocab: Natural = Field(
+        0, description="rows of the token embedding; 0 = the tokenizer's size"
+    )
+    tied: bool = Field(True, description="the head shares the embedding's weights")
+    dropout: BelowOne = Field(0.0, description="probability that a value is dropped")
+    activation: Literal["gelu_tanh", "gelu"] = Field(
+        "gelu_tanh", description="gpt only: GELU by its tanh formula, or exact (erf)"
+    )
+    rope_theta: AboveZero = Field(
+        10000.0, description="llama only: base of the RoPE wave lengths"
+    )
+    norm_eps: AboveZero = Field(1e-5, description="added to the variance in norms")
+
+
+class Data(Section):
+    """What it is trained on."""
+
+    source: Text = Field(
+        "stdlib",
+        description='"stdlib" (source files of the running Python\'s standard '
+        "library), a text file, a folder, or a .npy file of tokens",
+    )
+    tokenizer: Text = Field(
+        "bytes", description='"bytes" (256 tokens) or the path of a tokenizer.json'
+    )
+    validation: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.05, description="fraction of the tokens held out for evaluation"
+    )
+    workers: Natural = Field(
+        0, description="loader processes per rank; 0 = load in the training process"
+    )
+
+
+class Parallel(Section):
+    """How the model and the batch are cut over the ranks."""
+
+    tensor: Positive = Field(1, description="ranks that share each dense layer")
+    sequence: bool = Field(
+        False, description="the tensor ranks also cut the residual stream by tokens"
+    )
+    data: Natural = Field(
+        0, description="replicas of the model; 0 = what is left of the world"
+    )
+    order: Order = Field(AXES, description="axes of the rank grid, fastest first")
+    bucket_mb: AboveZero = Field(
+        25.0, description="MiB of gradients that are reduced in one message"
+    )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis; dp is 0 until the recipe is resolved."""
+        return {"tp": self.tensor, "cp": 1, "dp": self.data, "pp": 1}
+
+
+class Train(Section):
+    """How long, how much at a time, and in which arithmetic."""
+
+    steps: Positive = Field(200, description="optimizer steps")
+    global_batch: Positive = Field(8, description="sequences per step, over all ranks")
+    micro_batch: Natural = Field(
+        0,
+        description="sequences per data rank in one forward pass; "
+        "0 = global_batch / data",
+    )
+    precision: Literal["fp64", "fp32"] = Field("fp32", description="type of all floats")
+    seed: Natural = Field(0, description="of weights, dropout and data order")
+    clip: NotNegative = Field(
+        1.0, description="largest global norm of the gradient; 0 = off"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where arrays live; auto = cuda where there is a GPU"
+    )
+    eval_every: Natural = Field(
+        0, description="steps between evaluations; 0 = only at the end"
+    )
+    eval_samples: Natural = Field(
+        0, description="sequences per evaluation; 0 = all that are held out"
+    )
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate over time."""
+
+    lr: AboveZero = Field(3e-4, description="highest learning rate")
+    beta1: BelowOne = Field(0.9, description="decay of the gradient's mean, per step")
+    beta2: BelowOne = Field(0.95, description="decay of its mean square, per step")
+    eps: AboveZero = Field(1e-8, description="added to the root of the mean square")
+    weight_decay: NotNegative = Field(
+        0.1, description="of matrices only, as a multiple of the learning rate"
+    )
+    warmup: Natural = Field(0, description="steps of linear rise to lr")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="after the warm-up"
+    )
+    min_lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="where the cosine ends, as a fraction of lr"
+    )
+
+
+class Checkpoint(Section):
+    """When the state is saved."""
+
+    every: Natural = Field(0, description="steps between saves; 0 = only at the end")
+
+
+class Log(Section):
+    """What is shown, and how long a rank is waited for."""
+
+    every: Positive = Field(10, description="steps between printed lines")
+    timeout_s: AboveZero = Field(
+        300.0, description="seconds that one message may take before the run is ended"
+    )
+    progress: Literal["auto", "bar", "lines", "none"] = Field(
+        "auto", description="auto = a bar on a terminal, lines elsewhere"
+    )
+
+
+class Recipe(Section):
+    """A whole run. Only four sizes of the model have no default."""
+
+    model: Model
+    data: Data = Data()
+    parallel: Parallel = Parallel()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step on each data rank.
+
+        Raises ValueError while the recipe is not resolved.
+        """
+        per_pass = self.parallel.data * self.train.micro_batch
+        if not per_pass:
+            raise ValueError("accumulation is known only after resolve(recipe, ranks)")
+        return self.train.global_batch // per_pass
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Recipe.model_fields.items()
+}

@@ -1,0 +1,141 @@
+"""The engine: model, gradients, optimizer and schedule of one rank on one layout.
+
+Training and verification both run it; a serial model is the same engine on a grid whose
+axes all have size 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpipar.config import Recipe
+from mpipar.data import Batch
+from mpipar.engine.schedule import learning_rate
+from mpipar.layers.base import Step
+from mpipar.layers.context import held_positions
+from mpipar.models import build_model
+from mpipar.ops import Ops
+from mpipar.pipeline.executor import Executor
+from mpipar.pipeline.schedules import forward_only, single_stage
+from mpipar.zero.adamw import AdamW, Hyper
+from mpipar.zero.flat import FlatState
+from mpipar.zero.reduce import GradientReducer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, equal on all ranks.
+
+    loss       mean over the valid tokens of the global batch, nats per token
+    grad_norm  global norm before clipping
+    updated    False where the norm was not finite and the step was skipped
+    stop       how many ranks asked to stop
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    updated: bool
+    stop: int
+
+
+class Engine:
+    """Model and training state of this rank.
+
+    recipe   resolved for the grid's size
+    grid     `Grid`, or `serial_grid()` for the serial model
+    """
+
+    def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
+        self.recipe, self.grid, self.ops = recipe, grid, ops
+        tp = grid.tp
+        self.model = build_model(
+            recipe.model, ops=ops, tp=tp, sequence=recipe.parallel.sequence
+        )
+        self.flat = FlatState(list(self.model.unit_parameters()), ops)
+        self.flat.initialize(recipe.train.seed)
+        replicas = {"tp": tp}
+        if recipe.model.kv_heads < tp.size:
+            replicas["kv"] = grid.sub("tp", tp.size // recipe.model.kv_heads)
+        bucket = recipe.parallel.bucket_mb * 2**20
+        self.reducer = GradientReducer(self.flat, grid.grad, replicas, bucket)
+        o = recipe.optimizer
+        hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
+        self.optimizer = AdamW(self.flat, hyper)
+        self.executor = Executor(self.model.units)
+        self.number = 0
+
+    def gradients(self, batches: Sequence[Batch], valid: int) -> float:
+        """Fills the flat gradient with the sum over all axes; this rank's loss sum.
+
+        batches  micro-batches of this data rank;  valid  labels of the whole step
+        """
+        self.flat.grad[...] = 0.0
+        losses = self.executor.run(
+            single_stage(len(batches)),
+            [self._tokens(b) for b in batches],
+            [self._step(b, valid, training=True) for b in batches],
+            unit_done=self.reducer.unit_done,
+        )
+        self.reducer.finish()
+        return sum(losses)
+
+    def step(self, batches: Sequence[Batch], valid: int, *, stop: bool = False) -> StepResult:
+        """One optimizer step. `stop` tells the other ranks that this one wants to end."""
+        loss = self.gradients(batches, valid)
+        norm, loss, stops = self._agree(loss, stop)
+        lr = learning_rate(self.recipe, self.number)
+        updated = self.optimizer.update(lr, norm)
+        self.number += 1
+        return StepResult(float(loss / max(valid, 1)), norm, lr, updated, stops)
+
+    def step_flops(self) -> int:
+        """FLOPs of one step on this rank by the model's formula: three times forward."""
+        cost = self.model.cost(self.recipe.train.micro_batch, self.recipe.model.context)
+        return 3 * cost.flops * self.recipe.accumulation
+
+    def evaluate(self, rounds: Sequence[Batch], valid: int) -> float:
+        """Mean loss over the valid tokens of all ranks' batches, in nats per token."""
+        losses = 0.0
+        for batch in rounds:
+            losses += self.executor.run(
+                forward_only(1),
+                [self._tokens(batch)],
+                [self._step(batch, valid, training=False)],
+            )[0]
+        total = np.array([self._counted(losses)])
+        return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
+
+    def _agree(self, loss: float, stop: bool) -> tuple[float, float, int]:
+        """Global gradient norm, loss sum and stop votes, in one message."""
+        axis = self.grid.grad
+        square = self.optimizer.square_norm(axis.rank, axis.size)
+        values = np.array([square, self._counted(loss), float(stop)])
+        square, loss, stops = self.grid.world.all_reduce(values).tolist()
+        return square**0.5, loss, int(stops)
+
+    def _counted(self, loss: float) -> float:
+        """Ranks of tp hold the same loss: only the first counts."""
+        return loss if self.grid.tp.rank == 0 else 0.0
+
+    def _step(self, batch: Batch, valid: int, *, training: bool) -> Step:
+        asarray = self.ops.asarray
+        return Step(
+            positions=asarray(self._held(batch)),
+            samples=asarray(batch.samples),
+            labels=asarray(batch.labels[:, self._held(batch)]),
+            valid=valid,
+            number=self.number,
+            seed=self.recipe.train.seed,
+            training=training,
+        )
+
+    def _tokens(self, batch: Batch) -> Any:
+        return self.ops.asarray(batch.tokens[:, self._held(batch)])
+
+    def _held(self, batch: Batch) -> np.ndarray:
+        """Global positions of this rank's part of each sequence."""
+        cp = self.grid.cp
+        return held_positions(batch.tokens.shape[1], cp.size, cp.rank, "contiguous")

@@ -1,0 +1,51 @@
+"""Exception types. Every message names the value that is wrong and the values that pass."""
+
+from collections.abc import Sequence
+
+
+class MpiparError(Exception):
+    """Base of all errors that mpipar raises on purpose.
+
+    exit_code  the process's exit status when the error ends a command
+    agreed     True when every rank raises this same error together, so that it is
+               printed once and nobody needs to be aborted
+    """
+
+    exit_code = 4
+    agreed = False
+
+
+class ConfigError(MpiparError, ValueError):
+    """The recipe or the command is wrong. Lists every violated rule at once."""
+
+    exit_code = 2
+
+    def __init__(self, violations: Sequence[str], title: str = "the recipe") -> None:
+        self.violations = list(violations)
+        self.title = title
+        count = len(self.violations)
+        noun = "problem" if count == 1 else "problems"
+        lines = "".join(f"\n  - {v}" for v in self.violations)
+        super().__init__(f"{title} has {count} {noun}:{lines}")
+
+
+class DataError(MpiparError, ValueError):
+    """A corpus, token file or tokenizer cannot be used as it is."""
+
+    exit_code = 2
+
+
+class ShapeError(MpiparError, ValueError):
+    """An array does not have the shape or the memory order that is needed."""
+
+
+class DeviceError(MpiparError, RuntimeError):
+    """An array lives on another device than the one it is used on."""
+
+
+class CommError(MpiparError, RuntimeError):
+    """A message or collective cannot be made, or did not complete in time."""
+
+
+class CheckpointError(MpiparError, RuntimeError):
+    """A checkpoint cannot be written, found or trusted."""

@@ -1,0 +1,180 @@
+"""Loads a checkpoint and continues a prompt, token by token."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipar.checkpoint import find_checkpoint, load_weights, read_recipe_text
+from mpipar.comm import raise_together
+from mpipar.config import Recipe, read_recipe, replace, resolve
+from mpipar.data import Tokenizer
+from mpipar.engine import load_vocabulary, open_grid
+from mpipar.errors import ConfigError, MpiparError
+from mpipar.generate.sample import draw
+from mpipar.layers.base import Step
+from mpipar.layers.cache import KeyValueCache
+from mpipar.models import build_model
+from mpipar.zero.flat import FlatState
+
+
+def run_generation(
+    checkpoint: Path,
+    world: Any,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Prints the prompt and up to `tokens` more, as they are drawn, on rank 0.
+
+    All ranks of world form one tensor-parallel group. Generation ends where the model's
+    context is full.
+    Raises   ConfigError or CheckpointError on all ranks together
+    """
+    _check(tokens, temperature, top_k)
+    file, recipe = _open(checkpoint, world, overrides)
+    recipe, tokenizer = load_vocabulary(recipe, world.size)
+    ids = _encode(prompt, tokenizer, recipe.model.context)
+    grid, ops = open_grid(recipe, world)
+    with grid:
+        model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
+        flat = FlatState(list(model.unit_parameters()), ops)
+        _load(file, flat, grid)
+        stream = generate(
+            model, ops, ids, recipe.model.context,
+            tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
+        )  # fmt: skip
+        shown = _Printer(tokenizer, prompt, speaks=grid.world.rank == 0)
+        for token in stream:
+            shown.add(token)
+        room = recipe.model.context - len(ids)
+        shown.close("context full" if tokens > room else None)
+
+
+def generate(
+    model: Any,
+    ops: Any,
+    ids: np.ndarray,
+    context: int,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[int]:
+    """New token ids after `ids` (n,), until `tokens` of them or the context is full."""
+    cache = KeyValueCache(context, ops=ops)
+    fresh = ids
+    for position in range(ids.size, min(ids.size + tokens, context)):
+        positions = np.arange(cache.length, cache.length + fresh.size)
+        step = Step(
+            positions=ops.asarray(positions),
+            samples=ops.asarray(np.zeros(1, np.int64)),
+            training=False,
+            cache=cache,
+        )
+        logits = ops.to_host(model.logits(ops.asarray(fresh[None, :]), step))[0]
+        token = draw(
+            logits, temperature=temperature, top_k=top_k, seed=seed, position=position
+        )
+        yield token
+        fresh = np.array([token], np.int64)
+
+
+def _check(tokens: int, temperature: float, top_k: int) -> None:
+    values = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k}
+    wrong = [f"{key} = {v} must not be negative" for key, v in values.items() if not v >= 0]
+    if wrong:
+        raise _agreed(ConfigError(wrong, title="the command"))
+
+
+def _agreed(error: MpiparError) -> MpiparError:
+    """Every rank finds this error by itself."""
+    error.agreed = True
+    return error
+
+
+def _open(
+    checkpoint: Path, world: Any, overrides: Sequence[str]
+) -> tuple[Path, Recipe]:
+    """Model file and recipe for generation on all ranks of world."""
+    found: tuple[Path, str] | MpiparError
+    if world.rank == 0:
+        try:
+            file = find_checkpoint(checkpoint)
+            found = file, read_recipe_text(file)
+        except MpiparError as error:
+            found = error
+    else:
+        found = (checkpoint, "")
+    found = world.bcast(found)
+    if isinstance(found, MpiparError):
+        raise _agreed(found)
+    file, text = found
+    try:
+        recipe = read_recipe(text, overrides)
+        layout = {
+            "parallel.tensor": world.size,
+            "parallel.data": 1,
+            "parallel.sequence": False,
+            "train.global_batch": 1,
+            "train.micro_batch": 1,
+            "log.progress": "none",
+        }
+        return file, resolve(replace(recipe, layout), world.size)
+    except ConfigError as error:
+        raise _agreed(error) from None
+
+
+def _encode(prompt: str, tokenizer: Tokenizer, context: int) -> np.ndarray:
+    """Ids of the prompt; of the end-of-document mark where it is empty."""
+    ids = np.asarray(tokenizer.encode(prompt), np.int64)
+    if ids.size == 0 and tokenizer.end_id is not None:
+        ids = np.array([tokenizer.end_id], np.int64)
+    if not 0 < ids.size <= context:
+        problem = f"--prompt has {ids.size} tokens; the model's context is 1 to {context}"
+        raise _agreed(ConfigError([problem], title="the command"))
+    return ids
+
+
+def _load(file: Path, flat: FlatState, grid: Any) -> None:
+    error: Exception | None = None
+    try:
+        load_weights(file, flat.parameters, flat.ops)
+    except (MpiparError, OSError) as problem:
+        error = problem
+    raise_together(error, grid.world)
+
+
+class _Printer:
+    """Prints text as soon as its bytes are whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, *, speaks: bool) -> None:
+        self.tokenizer, self.speaks = tokenizer, speaks
+        self._ids: list[int] = []
+        self._shown = ""
+        self._put(prompt)
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self._ids.append(token)
+        text = self.tokenizer.decode(np.array(self._ids))
+        if text.startswith(self._shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._put(text[len(self._shown) :])
+            self._shown = text
+
+    def close(self, reason: str | None) -> None:
+        """The rest of the text, and why it ended early."""
+        text = self.tokenizer.decode(np.array(self._ids, np.int64))
+        self._put(text[len(self._shown) :] + "\n")
+        if reason is not None:
+            self._put(f"[{reason}]\n")
+
+    def _put(self, text: str) -> None:
+        if self.speaks:
+            print(text, end="", flush=True)

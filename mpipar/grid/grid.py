@@ -1,0 +1,168 @@
+"""The grid of ranks over MPI: who shares an axis with whom, and on which nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from mpipar.comm import Communicator, Host, NullCommunicator, mpi
+from mpipar.comm.calls import CallLog
+from mpipar.comm.transport import Transport
+from mpipar.comm.watchdog import Watchdog
+from mpipar.errors import ConfigError
+from mpipar.grid.places import AXES, by_node, check_sizes, coords_of, peers_of
+from mpipar.grid.serial import SerialGrid
+
+_JOINED = {"grad": ("dp", "cp")}
+
+
+class Grid(SerialGrid):
+    """One communicator per axis and joined axis of ``world``, made by all its ranks.
+
+    Ranks are renumbered node by node, then laid out with the first axis of ``order``
+    running fastest, so that the axes that move most stay inside a node. Axes of size 1
+    are null communicators. Communicators are made in the same order on all ranks and
+    freed by ``close``, which all ranks must call (or leave the ``with`` block).
+
+    world      MPI communicator whose ranks take part; it stays the caller's
+    sizes      ranks along tp, cp, dp and pp; an axis left out has size 1
+    order      the axes, fastest first
+    node_size  pretend that a node holds so many ranks (MPIPAR_NODE_SIZE does the same)
+    timeout_s  patience of the watchdog with one operation; 0 switches it off
+    transport  how arrays reach MPI; host memory unless said
+
+    Raises ConfigError on all ranks if the axes do not multiply to the world's size.
+    """
+
+    def __init__(
+        self,
+        world: mpi.Comm,
+        sizes: Mapping[str, int],
+        order: Sequence[str] = AXES,
+        node_size: int | None = None,
+        timeout_s: float = 0.0,
+        transport: Transport | None = None,
+    ) -> None:
+        check_sizes(sizes, order, world.size)
+        super().__init__()
+        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        self.order = tuple(order)
+        self._transport = transport or Host()
+        self._log = CallLog()
+        self._made: list[Communicator] = []
+        self._subs: dict[tuple[str, int], Communicator | NullCommunicator] = {}
+        self._watchdog: Watchdog | None = None
+
+        # Renumber the ranks node by node
+        nodes, one_node, self._polite = _survey(world, node_size)
+        ranks = by_node(nodes)
+        self._nodes = [nodes[rank] for rank in ranks]
+        self.size = world.size
+        self.rank = ranks.index(world.rank)
+        self.coords = coords_of(self.rank, self.sizes, self.order)
+        if self.size == 1:
+            return
+
+        # Cut the world along every axis, in the same order on all ranks
+        base = world.Split(0, self.rank)
+        self.world = self._adopt(base, "world", range(self.size))
+        for name in (*AXES, *_JOINED):
+            setattr(self, name, self._cut(name, self._peers(name, self.rank)))
+        if timeout_s > 0:
+            self._watchdog = Watchdog(base, self._log, timeout_s, one_node)
+
+    def sub(self, axis: str, ranks: int) -> Communicator | NullCommunicator:
+        """Return the communicator of blocks of ``ranks`` neighbours on ``axis``.
+
+        Rank r of the axis is in block r // ranks. Made by all ranks together when first
+        asked for, named "axis/ranks", and freed by ``close``. Raises ConfigError on all
+        ranks unless ``ranks`` divides the axis.
+        """
+        peers = self._peers(axis, self.rank)
+        if ranks < 1 or len(peers) % ranks:
+            error = ConfigError(
+                [f"blocks of {ranks} ranks do not divide axis {axis} of {len(peers)}"],
+                title="the grid",
+            )
+            error.agreed = True
+            raise error
+        if (axis, ranks) not in self._subs:
+            start = peers.index(self.rank) // ranks * ranks
+            block = peers[start : start + ranks]
+            self._subs[axis, ranks] = self._cut(f"{axis}/{ranks}", block)
+        return self._subs[axis, ranks]
+
+    def crosses_nodes(self, axis: str) -> bool:
+        """True if some group of ``axis`` has ranks on more than one node."""
+        return any(
+            len({self._nodes[peer] for peer in self._peers(axis, rank)}) > 1
+            for rank in range(self.size)
+        )
+
+    def describe(self) -> str:
+        """Return axes and nodes, as in "tp 2 x dp 4 = 8 ranks on 2 nodes"."""
+        count = len(set(self._nodes))
+        return f"{super().describe()} on {count} node{'s' if count > 1 else ''}"
+
+    def close(self) -> None:
+        """Stop the watchdog and free all communicators; a second call does nothing."""
+        if self._made:
+            self.world.barrier()  # the last call that is watched
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        while self._made:
+            self._made.pop().free()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an error that other ranks do not share, nobody may come to free anything
+        if error is None or getattr(error, "agreed", False):
+            self.close()
+
+    def _peers(self, name: str, rank: int) -> list[int]:
+        axes = _JOINED.get(name, (name,))
+        return peers_of(rank, axes, self.sizes, self.order)
+
+    def _cut(self, name: str, peers: list[int]) -> Communicator | NullCommunicator:
+        """Make the communicator of ``peers``, as all ranks do for theirs."""
+        if len(peers) == 1:
+            return NullCommunicator(name)
+        return self._adopt(self.world.mpi.Split(peers[0], self.rank), name, peers)
+
+    def _adopt(self, comm: mpi.Comm, name: str, members: Sequence[int]) -> Communicator:
+        self._made.append(
+            Communicator(
+                comm, name, self.counters, self._transport,
+                log=self._log, members=members, polite=self._polite,
+            )
+        )  # fmt: skip
+        return self._made[-1]
+
+
+def _survey(world: mpi.Comm, node_size: int | None) -> tuple[list[int], bool, bool]:
+    """Return each rank's node, if it is the only one, and if ranks outnumber cores.
+
+    The first may be pretended by ``node_size``; the others are as they are.
+    """
+    node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
+    cores: set[int] = set().union(*node.allgather(_own_cores()))
+    leader = node.bcast(world.rank)
+    crowded = world.allreduce(node.size > len(cores), mpi.LOR)
+    one_node = node.size == world.size
+    node.Free()
+    if node_size is None:
+        node_size = int(os.environ.get("MPIPAR_NODE_SIZE", "0"))
+    place = world.rank // node_size if node_size else leader
+    return world.allgather(place), one_node, crowded
+
+
+def _own_cores() -> set[int]:
+    """Cores this process may use; launchers often bind each rank to one of them."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity else set(range(os.cpu_count() or 1))

@@ -1,0 +1,72 @@
+"""The grid of one process, and what every grid offers."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from mpipar.comm import Counters, NullCommunicator
+from mpipar.grid.places import AXES
+
+if TYPE_CHECKING:
+    from mpipar.comm import Communicator
+
+
+class SerialGrid:
+    """One rank: every axis is a null communicator, and MPI is never loaded.
+
+    tp cp dp pp  the axes
+    grad         dp x cp joined: the ranks over which gradients are summed
+    world        all ranks
+    coords       own coordinate on each axis
+    counters     what was moved, by axis and operation
+    """
+
+    tp: "Communicator | NullCommunicator"
+    cp: "Communicator | NullCommunicator"
+    dp: "Communicator | NullCommunicator"
+    pp: "Communicator | NullCommunicator"
+    grad: "Communicator | NullCommunicator"
+    world: "Communicator | NullCommunicator"
+
+    size = 1
+    rank = 0
+
+    def __init__(self) -> None:
+        self.sizes = dict.fromkeys(AXES, 1)
+        self.order: tuple[str, ...] = AXES
+        self.coords = dict.fromkeys(AXES, 0)
+        self.counters = Counters()
+        for name in (*AXES, "grad", "world"):
+            setattr(self, name, NullCommunicator(name))
+
+    def sub(self, axis: str, ranks: int) -> "Communicator | NullCommunicator":
+        """Return the communicator of blocks of ``ranks`` neighbours on ``axis``."""
+        return NullCommunicator(f"{axis}/{ranks}")
+
+    def crosses_nodes(self, axis: str) -> bool:
+        """True if some group of ``axis`` has ranks on more than one node."""
+        return False
+
+    def describe(self) -> str:
+        """Return the axes on one line, fastest first, as in "tp 2 x dp 4 = 8 ranks"."""
+        axes = [f"{a} {self.sizes[a]}" for a in self.order if self.sizes[a] > 1]
+        noun = "rank" if self.size == 1 else "ranks"
+        return f"{' x '.join(axes)} = {self.size} {noun}" if axes else f"1 {noun}"
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serial_grid() -> SerialGrid:
+    """Return the grid of one process, without MPI."""
+    return SerialGrid()

@@ -1,0 +1,1 @@
+"""Forward and backward of every layer on one rank's shard."""

@@ -1,0 +1,199 @@
+"""Causal self-attention with its projections: multi-head, grouped-query, multi-query."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.parameter import Parameter, cut
+from mpipar.layers.rope import Rope
+from mpipar.layers.stream import Stream
+from mpipar.layers.tensor.one_d import (
+    ColumnLinear,
+    LinearSaved,
+    Output,
+    RowLinear,
+    even_output,
+)
+from mpipar.ops import Ops
+from mpipar.ops.philox import stream_key
+
+Array = Any
+
+
+@dataclass(slots=True)
+class AttentionSaved:
+    """Inputs of the projections, fused q, k, v (rotated), and the log-sum-exp."""
+
+    inputs: LinearSaved
+    qkv: Array
+    lse: Array
+    outputs: LinearSaved
+    step: Step
+
+
+@dataclass(slots=True)
+class AttentionLeft:
+    """What the weight gradients of both projections need."""
+
+    inputs: Any
+    outputs: Any
+
+
+def key_value_output(name: str, heads: int, head_width: int, tp: Any) -> Output:
+    """Key or value rows of this rank.
+
+    Where tp is larger than the number of heads, r = tp/heads consecutive ranks hold the
+    same head and their gradients are summed over the axis "kv".
+    """
+    copies = max(1, tp.size // heads)
+    lo, hi = cut(heads, tp.size // copies, tp.rank // copies)
+    return Output(
+        name,
+        heads * head_width,
+        (lo * head_width, hi * head_width),
+        partial="kv" if copies > 1 else "",
+        owner=tp.rank % copies == 0,
+    )
+
+
+class CausalSelfAttention(Layer):
+    """y = concat_heads(softmax(q kᵀ/√h + causal mask) v) Woᵀ + bo, heads cut over tp.
+
+    Shapes    x, y (b, s/u, d)  stream layout; u = tp under sequence parallelism, else 1
+              q (b, s, n/tp, h)   k, v (b, s, g', h) with g' = max(1, g/tp)
+    Backward  as `Ops.attention_bwd`, then the two projections; dx summed over tp
+    Saves     the input of each projection, q k v and the log-sum-exp:
+              b·s/u·d + b·s·(2n + 2g'·tp)·h/tp + b·s·n/tp items
+    Moves     as ColumnLinear plus RowLinear
+    Flops     the projections, and 2·b·s·(s+1)·h·n/tp for scores and values
+    Precision softmax statistics and sums in the compute type
+    Raises    nothing; divisibility of heads by tp is the recipe's rule
+    Source    Vaswani et al. 2017; Shazeer 2019 (multi-query); Ainslie et al. 2023 (GQA)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        ops: Ops,
+        stream: Stream,
+        std: float,
+        out_std: float,
+        bias: bool,
+        rope: Rope | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        self.name, self.ops, self.rope, self.dropout = name, ops, rope, dropout
+        self.head_width = width // heads
+        tp = stream.tp
+        self.first_head, last = cut(heads, tp.size, tp.rank)
+        self.heads = last - self.first_head
+        shared = {"ops": ops, "stream": stream, "bias": bias}
+        outputs = [
+            even_output(f"{name}.q", width, tp),
+            key_value_output(f"{name}.k", kv_heads, self.head_width, tp),
+            key_value_output(f"{name}.v", kv_heads, self.head_width, tp),
+        ]
+        self.kv_heads = max(1, kv_heads // tp.size)
+        self.inputs = ColumnLinear.build(outputs, width, std=std, **shared)
+        self.outputs = RowLinear(f"{name}.out", width, width, std=out_std, **shared)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.inputs.parameters()
+        yield from self.outputs.parameters()
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, AttentionSaved]:
+        qkv, inputs = self.inputs.forward(x, step)
+        q, k, v = self._heads(qkv)
+        if self.rope is not None:
+            self.rope.rotate(q, step.positions)
+            self.rope.rotate(k, step.positions)
+        offset = 0
+        if step.cache is not None:
+            offset = step.cache.length
+            k, v = step.cache.extend(self.name, k, v)
+        o, lse = self.ops.attention_fwd(
+            q, k, v, scale=self._scale, offset=offset, dropout=self._dropout(step)
+        )
+        y, outputs = self.outputs.forward(o.reshape(*o.shape[:2], -1), step)
+        return y, AttentionSaved(inputs, qkv, lse, outputs, step)
+
+    def backward_input(
+        self, dy: Array, saved: AttentionSaved
+    ) -> tuple[Array, AttentionLeft]:
+        dout, outputs = self.outputs.backward_input(dy, saved.outputs)
+        q, k, v = self._heads(saved.qkv)
+        dqkv = self.ops.empty(saved.qkv.shape)
+        dq, dk, dv = self._heads(dqkv)
+        self.ops.attention_bwd(
+            dout.reshape(q.shape),
+            q,
+            k,
+            v,
+            saved.outputs.x.reshape(q.shape),
+            saved.lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            scale=self._scale,
+            dropout=self._dropout(saved.step),
+        )
+        if self.rope is not None:
+            self.rope.rotate(dq, saved.step.positions, inverse=True)
+            self.rope.rotate(dk, saved.step.positions, inverse=True)
+        dx, inputs = self.inputs.backward_input(dqkv, saved.inputs)
+        return dx, AttentionLeft(inputs, outputs)
+
+    def backward_weight(self, left: AttentionLeft) -> None:
+        self.outputs.backward_weight(left.outputs)
+        self.inputs.backward_weight(left.inputs)
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        tokens, item = batch * sequence, self.ops.dtype.itemsize
+        columns = (self.heads + 2 * self.kv_heads) * self.head_width
+        core = Cost(
+            flops=batch
+            * self.heads
+            * self.ops.attention_flops(sequence, self.head_width),
+            saved=tokens * (columns + self.heads) * item,
+        )
+        projections = self.inputs.cost(batch, sequence)
+        return core + projections + self.outputs.cost(batch, sequence)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_width)
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Views (b, s, heads, h) of q, k and v in the fused array."""
+        n, g, h = self.heads, self.kv_heads, self.head_width
+        fused = qkv.reshape(*qkv.shape[:2], n + 2 * g, h)
+        return fused[:, :, :n], fused[:, :, n : n + g], fused[:, :, n + g :]
+
+    def _dropout(self, step: Step) -> Any:
+        """Factors of a tile of probabilities, by global head and position."""
+        if not self.dropout or not step.training:
+            return None
+
+        def tile(bs: slice, heads: slice, rows: slice, cols: slice) -> Array:
+            sample = step.samples[bs][:, None]
+            position = step.positions[rows][None, :]
+            factors = [
+                self.ops.dropout_scale(
+                    self.dropout,
+                    cols.stop - cols.start,
+                    (position, sample, step.number),
+                    stream_key(step.seed, f"{self.name}.{self.first_head + head}"),
+                    start=cols.start,
+                )
+                for head in range(self.heads)[heads]
+            ]
+            return self.ops.xp.stack(factors, axis=1)
+
+        return tile

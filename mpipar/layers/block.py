@@ -1,0 +1,59 @@
+"""A pre-norm residual branch, of which every block has two."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.dropout import Dropout
+from mpipar.layers.parameter import Parameter
+
+Array = Any
+
+
+@dataclass(slots=True)
+class ResidualSaved:
+    """What norm, branch and dropout saved."""
+
+    norm: Any
+    branch: Any
+    dropout: Any
+
+
+class Residual(Layer):
+    """y = x + dropout(branch(norm(x))).
+
+    Shapes    x, y (b, s/u, d)   stream layout
+    Backward  dx = dy + norm′ᵀ(branch′ᵀ(dropout′ᵀ(dy)))
+    Saves, Moves, Flops   those of its parts
+    Source    He et al. 2016; pre-norm order as Radford et al. 2019
+    """
+
+    def __init__(self, norm: Layer, branch: Layer, dropout: Dropout) -> None:
+        self.norm, self.branch, self.dropout = norm, branch, dropout
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.norm.parameters()
+        yield from self.branch.parameters()
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, ResidualSaved]:
+        h, norm = self.norm.forward(x, step)
+        h, branch = self.branch.forward(h, step)
+        y, dropout = self.dropout.forward(h, step)
+        y += x
+        return y, ResidualSaved(norm, branch, dropout)
+
+    def backward_input(self, dy: Array, saved: ResidualSaved) -> tuple[Array, Any]:
+        d, _ = self.dropout.backward_input(dy, saved.dropout)
+        d, left = self.branch.backward_input(d, saved.branch)
+        d, _ = self.norm.backward_input(d, saved.norm)
+        d += dy
+        return d, left
+
+    def backward_weight(self, left: Any) -> None:
+        self.branch.backward_weight(left)
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        parts = (self.norm, self.branch, self.dropout)
+        return sum((part.cost(batch, sequence) for part in parts), Cost())

@@ -1,0 +1,54 @@
+"""Dropout whose mask is a function of seed, site, step and global position."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.stream import Stream
+from mpipar.ops import Ops
+from mpipar.ops.philox import stream_key
+
+Array = Any
+
+
+@dataclass(slots=True)
+class DropoutSaved:
+    """The micro-batch whose mask was applied; the mask itself is drawn again."""
+
+    step: Step
+
+
+class Dropout(Layer):
+    """y = x·m, m = 1/(1 − rate) where kept and 0 where dropped.
+
+    The mask of element (sample, position, column) is drawn by Philox from (seed, name,
+    step number, sample, position, column): equal in every layout and under recomputation.
+
+    Shapes    x, y (b, s/u, d)    stream layout; u = tp under sequence parallelism, else 1
+    Backward  dx = dy·m
+    Saves     nothing
+    Moves     nothing
+    Flops     none counted
+    Source    Srivastava et al. 2014; inverted form
+    """
+
+    def __init__(self, name: str, rate: float, *, ops: Ops, stream: Stream) -> None:
+        self.name, self.rate, self.ops, self.stream = name, rate, ops, stream
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, DropoutSaved]:
+        return self._apply(x, step), DropoutSaved(step)
+
+    def backward_input(self, dy: Array, saved: DropoutSaved) -> tuple[Array, None]:
+        return self._apply(dy, saved.step), None
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        return Cost()
+
+    def _apply(self, x: Array, step: Step) -> Array:
+        if not self.rate or not step.training:
+            return x
+        positions = self.stream.positions(step.positions)
+        rows = (positions[None, :], step.samples[:, None], step.number)
+        key = stream_key(step.seed, self.name)
+        return x * self.ops.dropout_scale(self.rate, x.shape[-1], rows, key)

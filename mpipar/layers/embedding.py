@@ -1,0 +1,101 @@
+"""Token and position embedding, where the residual stream begins."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.dropout import Dropout
+from mpipar.layers.parameter import Parameter, cut
+from mpipar.layers.stream import Stream
+from mpipar.ops import Ops
+
+Array = Any
+
+
+@dataclass(slots=True)
+class EmbeddingSaved:
+    """Token ids, what dropout saved, and the micro-batch."""
+
+    ids: Array
+    dropout: Any
+    step: Step
+
+
+@dataclass(slots=True)
+class EmbeddingLeft:
+    """Gradient of all tokens, and their ids."""
+
+    dy: Array
+    ids: Array
+
+
+class Embedding(Layer):
+    """x[i] = E[id_i] (+ P[position_i]), then dropout; E cut by vocabulary over tp.
+
+    Shapes    ids (b, s), same on all tp ranks
+              E (v/tp, d)     dim 0 cut over tp, unevenly where tp does not divide v
+              P (context, d)  on all tp ranks; absent where positions enter by rotation
+              x (b, s/u, d)   stream layout; u = tp under sequence parallelism, else 1
+    Backward  dE[id] += Σ dx of its tokens;  dP[position] += Σ_b dx of own tokens
+    Saves     ids: 8·b·s bytes
+    Moves     R: forward all-reduce 2·(tp−1)/tp · b·s·d items; backward 0
+              S(1): forward reduce-scatter, backward all-gather, (tp−1)/tp · b·s·d each
+    Flops     none counted
+    Precision the compute type
+    Raises    nothing: ids outside the vocabulary are refused where batches are made
+    Source    Shoeybi et al. 2019, section 3
+    """
+
+    def __init__(
+        self, name: str, vocab: int, width: int, *,
+        ops: Ops, stream: Stream, std: float, context: int = 0, dropout: float = 0.0,
+    ) -> None:
+        self.ops, self.stream, self.width = ops, stream, width
+        held = cut(vocab, stream.tp.size, stream.tp.rank)
+        self.token = Parameter(
+            f"{name}.token.weight", (vocab, width), (held, (0, width)), "normal", std
+        )
+        self.position = None
+        if context:
+            self.position = stream.replicated(
+                f"{name}.position.weight", (context, width), "normal"
+            )
+            self.position.std = std
+        self.dropout = Dropout(f"{name}.dropout", dropout, ops=ops, stream=stream)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self.token
+        if self.position is not None:
+            yield self.position
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, EmbeddingSaved]:
+        ids = x
+        first = self.token.box[0][0]
+        x = self.stream.enter(
+            self.ops.embedding_fwd(ids, self.token.data, first=first)
+        )
+        if self.position is not None:
+            x += self.position.data[self.stream.positions(step.positions)]
+        x, dropout = self.dropout.forward(x, step)
+        return x, EmbeddingSaved(ids, dropout, step)
+
+    def backward_input(
+        self, dy: Array, saved: EmbeddingSaved
+    ) -> tuple[None, EmbeddingLeft]:
+        dy, _ = self.dropout.backward_input(dy, saved.dropout)
+        if self.position is not None:
+            # x = E[id] + P[position]: every sequence adds to the same rows.
+            rows = self.stream.positions(saved.step.positions)
+            self.position.grad[rows] += dy.sum(axis=0)
+        return None, EmbeddingLeft(self.stream.enter_backward(dy), saved.ids)
+
+    def backward_weight(self, left: EmbeddingLeft) -> None:
+        first = self.token.box[0][0]
+        self.ops.embedding_dw(left.dy, left.ids, self.token.grad, first=first)
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        tokens = batch * sequence
+        full = tokens * self.width * self.ops.dtype.itemsize
+        return Cost(saved=8 * tokens) + self.stream.enter_cost(full)

@@ -1,0 +1,146 @@
+"""The feed-forward part of a block, its inner width cut over tp."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.parameter import Parameter
+from mpipar.layers.stream import Stream
+from mpipar.layers.tensor.one_d import ColumnLinear, LinearSaved, RowLinear, even_output
+from mpipar.ops import Ops
+
+Array = Any
+
+
+@dataclass(slots=True)
+class MlpSaved:
+    """Inputs of both projections and what the activation's backward needs."""
+
+    inputs: LinearSaved
+    activation: Array
+    outputs: LinearSaved
+
+
+@dataclass(slots=True)
+class MlpLeft:
+    """What the weight gradients of both projections need."""
+
+    inputs: Any
+    outputs: Any
+
+
+class _Mlp(Layer):
+    """Two projections around an activation; subclasses give the activation.
+
+    activate(u) -> y, kept            u (b, s, columns of the first projection)
+    activate_backward(dy, kept) -> du may overwrite dy
+    kept_items: items kept for each token
+    """
+
+    inputs: ColumnLinear
+    outputs: RowLinear
+    ops: Ops
+    kept_items: int
+
+    def activate(self, u: Array) -> tuple[Array, Array]:
+        """The activation, and what its backward needs."""
+        raise NotImplementedError
+
+    def activate_backward(self, dy: Array, kept: Array) -> Array:
+        """Gradient of the activation's input."""
+        raise NotImplementedError
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.inputs.parameters()
+        yield from self.outputs.parameters()
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, MlpSaved]:
+        u, inputs = self.inputs.forward(x, step)
+        y, kept = self.activate(u)
+        y, outputs = self.outputs.forward(y, step)
+        return y, MlpSaved(inputs, kept, outputs)
+
+    def backward_input(self, dy: Array, saved: MlpSaved) -> tuple[Array, MlpLeft]:
+        dy, outputs = self.outputs.backward_input(dy, saved.outputs)
+        du = self.activate_backward(dy, saved.activation)
+        dx, inputs = self.inputs.backward_input(du, saved.inputs)
+        return dx, MlpLeft(inputs, outputs)
+
+    def backward_weight(self, left: MlpLeft) -> None:
+        self.outputs.backward_weight(left.outputs)
+        self.inputs.backward_weight(left.inputs)
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        kept = batch * sequence * self.kept_items * self.ops.dtype.itemsize
+        projections = self.inputs.cost(batch, sequence)
+        return Cost(saved=kept) + projections + self.outputs.cost(batch, sequence)
+
+
+class GeluMlp(_Mlp):
+    """y = GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, inner width f cut over tp.
+
+    Shapes    x, y (b, s/u, d)   stream layout;  inner (b, s, f/tp)
+    Backward  as the projections, with du = dy·GELU′(u)
+    Saves     x, the slope GELU′(u), GELU(u): b·s/u·d + 2·b·s·f/tp items
+    Moves     as ColumnLinear plus RowLinear
+    Flops     4·b·s·d·f/tp
+    Precision the compute type
+    Source    Vaswani et al. 2017, section 3.3; Hendrycks, Gimpel 2016
+    """
+
+    def __init__(
+        self, name: str, width: int, ffn: int, *,
+        ops: Ops, stream: Stream, std: float, out_std: float, tanh: bool,
+    ) -> None:
+        self.ops, self.tanh = ops, tanh
+        up = even_output(f"{name}.up", ffn, stream.tp)
+        shared = {"ops": ops, "stream": stream, "bias": True}
+        self.inputs = ColumnLinear.build([up], width, std=std, **shared)
+        self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
+        self.kept_items = self.inputs.weight.rows
+
+    def activate(self, u: Array) -> tuple[Array, Array]:
+        return self.ops.gelu_fwd(u, tanh=self.tanh)
+
+    def activate_backward(self, dy: Array, kept: Array) -> Array:
+        return self.ops.gelu_dx(dy, kept)
+
+
+class SwigluMlp(_Mlp):
+    """y = (SiLU(x Wgᵀ) · x Wuᵀ) Wdᵀ, inner width f cut over tp, no biases.
+
+    Shapes    x, y (b, s/u, d)   stream layout;  inner (b, s, f/tp)
+    Backward  as the projections, with dgate and dup as `Ops.swiglu_dx`
+    Saves     x, gate, up, their product: b·s/u·d + 3·b·s·f/tp items
+    Moves     as ColumnLinear plus RowLinear
+    Flops     6·b·s·d·f/tp
+    Precision the compute type
+    Source    Shazeer 2020
+    """
+
+    def __init__(
+        self, name: str, width: int, ffn: int, *,
+        ops: Ops, stream: Stream, std: float, out_std: float,
+    ) -> None:
+        self.ops = ops
+        parts = [even_output(f"{name}.{part}", ffn, stream.tp) for part in ("gate", "up")]
+        shared = {"ops": ops, "stream": stream, "bias": False}
+        self.inputs = ColumnLinear.build(parts, width, std=std, **shared)
+        self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
+        self.kept_items = self.inputs.weight.rows
+
+    def activate(self, u: Array) -> tuple[Array, Array]:
+        gate, up = self._halves(u)
+        return self.ops.swiglu_fwd(gate, up), u
+
+    def activate_backward(self, dy: Array, kept: Array) -> Array:
+        du = self.ops.empty(kept.shape)
+        (gate, up), (dgate, dup) = self._halves(kept), self._halves(du)
+        self.ops.swiglu_dx(dy, gate, up, dgate=dgate, dup=dup)
+        return du
+
+    def _halves(self, u: Array) -> tuple[Array, Array]:
+        half = u.shape[-1] // 2
+        return u[..., :half], u[..., half:]

@@ -1,0 +1,116 @@
+"""LayerNorm and RMSNorm over the width of the residual stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpipar.layers.base import Layer, Step
+from mpipar.layers.cost import Cost
+from mpipar.layers.parameter import Parameter
+from mpipar.layers.stream import Stream
+from mpipar.ops import Ops
+
+Array = Any
+
+
+@dataclass(slots=True)
+class LayerNormSaved:
+    """Input and statistics of a LayerNorm."""
+
+    x: Array
+    mean: Array
+    rstd: Array
+
+
+class LayerNorm(Layer):
+    """y = (x − μ)/√(σ² + eps) · gain + bias over the last dim.
+
+    Shapes    x, y (b, s/t, d) with t = tp under sequence parallelism, else 1
+              gain, bias (d,)   same on all tp ranks
+    Backward  dx as `Ops.layernorm_bwd`; dgain, dbias += Σ_tokens, which under sequence
+              parallelism are summands over tp (partial)
+    Saves     x, mean, rstd: b·s/t·(d + 2) items
+    Moves     nothing here
+    Flops     none counted
+    Precision the compute type
+    Source    Ba, Kiros, Hinton 2016
+    """
+
+    def __init__(
+        self, name: str, width: int, *, ops: Ops, stream: Stream, eps: float
+    ) -> None:
+        self.ops, self.stream, self.width, self.eps = ops, stream, width, eps
+        self.gain = stream.replicated(f"{name}.gain", (width,), "ones")
+        self.bias = stream.replicated(f"{name}.bias", (width,), "zeros")
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self.gain
+        yield self.bias
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, LayerNormSaved]:
+        y, mean, rstd = self.ops.layernorm_fwd(
+            x, self.gain.data, self.bias.data, eps=self.eps
+        )
+        return y, LayerNormSaved(x, mean, rstd)
+
+    def backward_input(self, dy: Array, saved: LayerNormSaved) -> tuple[Array, None]:
+        dx = self.ops.layernorm_bwd(
+            dy,
+            saved.x,
+            saved.mean,
+            saved.rstd,
+            self.gain.data,
+            dgain=self.gain.grad,
+            dbias=self.bias.grad,
+        )
+        return dx, None
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        tokens = self.stream.tokens(batch, sequence)
+        return Cost(saved=tokens * (self.width + 2) * self.ops.dtype.itemsize)
+
+
+@dataclass(slots=True)
+class RMSNormSaved:
+    """Input and statistic of an RMSNorm."""
+
+    x: Array
+    rstd: Array
+
+
+class RMSNorm(Layer):
+    """y = x/√(mean(x²) + eps) · gain over the last dim.
+
+    Shapes    x, y (b, s/t, d) with t = tp under sequence parallelism, else 1
+              gain (d,)   same on all tp ranks
+    Backward  dx as `Ops.rmsnorm_bwd`; dgain += Σ_tokens, a summand over tp under
+              sequence parallelism (partial)
+    Saves     x, rstd: b·s/t·(d + 1) items
+    Moves     nothing here
+    Flops     none counted
+    Precision the compute type
+    Source    Zhang, Sennrich 2019
+    """
+
+    def __init__(
+        self, name: str, width: int, *, ops: Ops, stream: Stream, eps: float
+    ) -> None:
+        self.ops, self.stream, self.width, self.eps = ops, stream, width, eps
+        self.gain = stream.replicated(f"{name}.gain", (width,), "ones")
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self.gain
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, RMSNormSaved]:
+        y, rstd = self.ops.rmsnorm_fwd(x, self.gain.data, eps=self.eps)
+        return y, RMSNormSaved(x, rstd)
+
+    def backward_input(self, dy: Array, saved: RMSNormSaved) -> tuple[Array, None]:
+        dx = self.ops.rmsnorm_bwd(
+            dy, saved.x, saved.rstd, self.gain.data, dgain=self.gain.grad
+        )
+        return dx, None
+
+    def cost(self, batch: int, sequence: int) -> Cost:
+        tokens = self.stream.tokens(batch, sequence)
+        return Cost(saved=tokens * (self.width + 1) * self.ops.dtype.itemsize)

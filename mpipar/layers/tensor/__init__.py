@@ -1,0 +1,1 @@
+"""How a dense layer is cut over the tensor-parallel axis."""

@@ -1,0 +1,376 @@
+"""The reference implementation of every array operation, written once against `xp`.
+
+`xp` is NumPy or CuPy. Shapes use the letters of the README: b sequences, s positions,
+d width, n query heads, g key/value heads, h head width, f ffn width, v vocabulary,
+T = b*s tokens. Ops know nothing of parameters or communicators.
+
+Conventions: inputs are positional, options and `out` are keywords; an argument that an op
+overwrites or adds to is named in its docstring.
+"""
+
+import math
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.attention import AttentionOps
+from mpipar.ops.philox import normal_at, stream_key, uniform_rows
+
+Array = Any
+
+GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
+GELU_TANH_CUBIC = 0.044715
+
+
+class Ops(AttentionOps):
+    """Array maths on one device in one floating-point type.
+
+    xp      array module, NumPy or CuPy
+    dtype   type of weights and activations, float32 or float64
+    """
+
+    def __init__(self, xp: ModuleType = np, dtype: str = "float64") -> None:
+        self.xp = xp
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def on_host(self) -> bool:
+        """True where arrays lie in the memory that MPI reads directly."""
+        return self.xp is np
+
+    # --- making arrays -----------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """An uninitialised array of the compute type."""
+        return self.xp.empty(shape, self.dtype)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """A zero array of the compute type."""
+        return self.xp.zeros(shape, self.dtype)
+
+    def asarray(self, x: Array) -> Array:
+        """`x` on this device, its own type kept."""
+        return self.xp.asarray(x)
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """`x` as a NumPy array."""
+        return x if isinstance(x, np.ndarray) else x.get()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work given to it (nothing on a CPU)."""
+
+    def matmul_rate(self, size: int = 512, repeats: int = 4) -> float:
+        """FLOP/s of a square matrix product here and now: the best of a few."""
+        a = self.xp.ones((size, size), self.dtype)
+        best = math.inf
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.xp.matmul(a, a)
+            self.synchronize()
+            best = min(best, time.perf_counter() - begin)
+        return 2.0 * size**3 / best
+
+    # --- dense products ----------------------------------------------------------------
+
+    def linear_fwd(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        """y = x Wᵀ + b.   x (..., d), W (f, d), b (f,)  →  y (..., f)"""
+        y = self.xp.matmul(x.reshape(-1, x.shape[-1]), w.T)
+        if b is not None:
+            y += b
+        return y.reshape(*x.shape[:-1], w.shape[0])
+
+    def linear_dx(self, dy: Array, w: Array) -> Array:
+        """dx = dy W.   dy (..., f), W (f, d)  →  (..., d)"""
+        dx = self.xp.matmul(dy.reshape(-1, dy.shape[-1]), w)
+        return dx.reshape(*dy.shape[:-1], w.shape[1])
+
+    def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
+        """dW += Σ_tokens dyᵀ x.   dy (..., f), x (..., d), dW (f, d)"""
+        dw += self.xp.matmul(dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]))
+
+    def linear_db(self, dy: Array, db: Array) -> None:
+        """db += Σ_tokens dy.   dy (..., f), db (f,)"""
+        db += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
+
+    # --- activations -------------------------------------------------------------------
+
+    def gelu_fwd(self, x: Array, *, tanh: bool) -> tuple[Array, Array]:
+        """y = x Φ(x), and its slope dy/dx kept for the backward pass.
+
+        tanh   True: the tanh form of Hendrycks & Gimpel 2016; False: the exact erf form
+        """
+        if tanh:
+            z = GELU_TANH_SCALE * (x + GELU_TANH_CUBIC * x**3)
+            t = self.xp.tanh(z)
+            dz = GELU_TANH_SCALE * (1.0 + 3.0 * GELU_TANH_CUBIC * x**2)
+            return 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * dz
+        phi = 0.5 * (1.0 + self.erf(x / math.sqrt(2.0)))
+        density = self.xp.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+        return x * phi, phi + x * density
+
+    def gelu_dx(self, dy: Array, slope: Array) -> Array:
+        """dx = dy · slope; overwrites and returns dy."""
+        dy *= slope
+        return dy
+
+    def swiglu_fwd(self, gate: Array, up: Array) -> Array:
+        """y = gate σ(gate) · up.   Shazeer 2020, section 2.   (..., f) each"""
+        return gate / (1.0 + self.xp.exp(-gate)) * up
+
+    def swiglu_dx(
+        self, dy: Array, gate: Array, up: Array, *, dgate: Array, dup: Array
+    ) -> None:
+        """Writes dgate = dy·up·σ(1 + gate(1−σ)) and dup = dy·gate·σ."""
+        sigma = 1.0 / (1.0 + self.xp.exp(-gate))
+        dgate[...] = dy * up * sigma * (1.0 + gate * (1.0 - sigma))
+        dup[...] = dy * gate * sigma
+
+    def erf(self, x: Array) -> Array:
+        """The error function, elementwise.
+
+        Regularised incomplete gamma series below 2.5 and a continued fraction above,
+        |error| < 1e-15 relative to 1 in float64. (Abramowitz & Stegun 7.1.6, 7.1.14)
+        """
+        a = self.xp.abs(x.astype(self.xp.float64))
+        near, far = self.xp.minimum(a, 2.5), self.xp.maximum(a, 2.5)
+        term = total = near
+        for k in range(1, 60):
+            term = term * (2.0 * near * near) / (2 * k + 1)
+            total = total + term
+        series = total * self.xp.exp(-near * near) * (2.0 / math.sqrt(math.pi))
+        fraction = far
+        for k in range(60, 0, -1):
+            fraction = far + (0.5 * k) / fraction
+        tail = 1.0 - self.xp.exp(-far * far) / (fraction * math.sqrt(math.pi))
+        return (self.xp.sign(x) * self.xp.where(a < 2.5, series, tail)).astype(x.dtype)
+
+    # --- norms -------------------------------------------------------------------------
+
+    def layernorm_fwd(
+        self, x: Array, gain: Array, bias: Array, *, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """y = (x − μ)·r·gain + bias, r = 1/√(var + eps).   Ba et al. 2016
+
+        Shapes   x (..., d)  →  y (..., d), mean (...), rstd (...)
+        """
+        mean = x.mean(axis=-1)
+        y = x - mean[..., None]
+        rstd = 1.0 / self.xp.sqrt((y * y).mean(axis=-1) + eps)
+        y *= rstd[..., None]
+        y *= gain
+        y += bias
+        return y, mean, rstd
+
+    def layernorm_bwd(
+        self,
+        dy: Array,
+        x: Array,
+        mean: Array,
+        rstd: Array,
+        gain: Array,
+        *,
+        dgain: Array,
+        dbias: Array,
+    ) -> Array:
+        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)) with dŷ = dy·gain; adds to dgain, dbias."""
+        hat = (x - mean[..., None]) * rstd[..., None]
+        dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
+        dbias += dy.reshape(-1, x.shape[-1]).sum(axis=0)
+        d = dy * gain
+        c1 = d.mean(axis=-1, keepdims=True)
+        c2 = (d * hat).mean(axis=-1, keepdims=True)
+        return (d - c1 - hat * c2) * rstd[..., None]
+
+    def rmsnorm_fwd(self, x: Array, gain: Array, *, eps: float) -> tuple[Array, Array]:
+        """y = x·r·gain, r = 1/√(mean(x²) + eps).   Zhang & Sennrich 2019
+
+        Shapes   x (..., d)  →  y (..., d), rstd (...)
+        """
+        rstd = 1.0 / self.xp.sqrt((x * x).mean(axis=-1) + eps)
+        return x * rstd[..., None] * gain, rstd
+
+    def rmsnorm_bwd(
+        self, dy: Array, x: Array, rstd: Array, gain: Array, *, dgain: Array
+    ) -> Array:
+        """dx = r(dŷ − x̂·mean(dŷ·x̂)) with dŷ = dy·gain; adds to dgain."""
+        hat = x * rstd[..., None]
+        dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
+        d = dy * gain
+        c2 = (d * hat).mean(axis=-1, keepdims=True)
+        return (d - hat * c2) * rstd[..., None]
+
+    # --- positions ---------------------------------------------------------------------
+
+    def rope_table(self, positions: Array, width: int, theta: float) -> tuple[Array, Array]:
+        """cos and sin of position · theta^(−2i/width).   (s,)  →  two (s, width/2)"""
+        xp = self.xp
+        frequency = theta ** (-xp.arange(0, width, 2, dtype=xp.float64) / width)
+        angle = xp.asarray(positions).astype(xp.float64)[:, None] * frequency
+        return xp.cos(angle).astype(self.dtype), xp.sin(angle).astype(self.dtype)
+
+    def rope(self, x: Array, cos: Array, sin: Array, *, inverse: bool = False) -> None:
+        """Rotates x in place, half form: (x₁, x₂) → (x₁c − x₂s, x₂c + x₁s).
+
+        Su et al. 2021, with the two halves of a head as the pairs.
+        Shapes   x (b, s, n, h), cos and sin (s, h/2)
+        """
+        half = x.shape[-1] // 2
+        c, s = cos[:, None, :], -sin[:, None, :] if inverse else sin[:, None, :]
+        first, second = x[..., :half], x[..., half:]
+        rotated = first * c - second * s
+        second *= c
+        second += first * s
+        first[...] = rotated
+
+    # --- embedding ---------------------------------------------------------------------
+
+    def embedding_fwd(self, ids: Array, table: Array, *, first: int = 0) -> Array:
+        """Rows of the table; zero where the id is not among its rows [first, first + rows).
+
+        Shapes   ids (b, s), table (rows, d)  →  (b, s, d)
+        """
+        local = ids - first
+        inside = (local >= 0) & (local < table.shape[0])
+        x = table[self.xp.where(inside, local, 0)]
+        x[~inside] = 0.0
+        return x
+
+    def embedding_dw(self, dy: Array, ids: Array, dtable: Array, *, first: int = 0) -> None:
+        """dtable[id − first] += dy for every id among its rows, in a fixed order."""
+        local = (ids - first).reshape(-1)
+        inside = (local >= 0) & (local < dtable.shape[0])
+        rows = dy.reshape(-1, dy.shape[-1])[inside]
+        self._scatter_add(dtable, local[inside], rows)
+
+    def _scatter_add(self, target: Array, index: Array, rows: Array) -> None:
+        """target[index] += rows, repeated indices summed in token order."""
+        xp = self.xp
+        if index.size == 0:
+            return
+        order = xp.argsort(index, kind="stable")
+        ordered = index[order]
+        starts = xp.flatnonzero(xp.diff(ordered, prepend=ordered[:1] - 1))
+        if xp is np:
+            target[ordered[starts]] += np.add.reduceat(rows[order], starts, axis=0)
+            return
+        sums = xp.cumsum(rows[order].astype(xp.float64), axis=0)
+        ends = xp.append(starts[1:], ordered.size) - 1
+        totals = xp.diff(sums[ends], axis=0, prepend=xp.zeros_like(sums[:1]))
+        target[ordered[starts]] += totals.astype(target.dtype)
+
+    # --- loss --------------------------------------------------------------------------
+
+    def row_max(self, logits: Array) -> Array:
+        """Largest logit of each token.   (T, v)  →  (T,)"""
+        return logits.max(axis=-1)
+
+    def xent_fwd(
+        self, logits: Array, local: Array, peak: Array
+    ) -> tuple[Array, Array]:
+        """Sum of exponentials and shifted target logit of each token.
+
+        Overwrites logits with e = exp(logits − peak), which `xent_dx` turns into dlogits.
+
+        Shapes   logits (T, v), local (T,) target column or any value outside [0, v),
+                 peak (T,)  →  Σe (T,), logit[target] − peak (T,), 0 where not held here
+        """
+        xp = self.xp
+        logits -= peak[:, None]
+        inside = (local >= 0) & (local < logits.shape[1])
+        target = xp.zeros_like(peak)
+        rows = xp.flatnonzero(inside)
+        target[rows] = logits[rows, local[rows]]
+        xp.exp(logits, out=logits)
+        return logits.sum(axis=-1), target
+
+    def xent_dx(self, e: Array, total: Array, local: Array, seed: Array) -> Array:
+        """dlogits = seed·(e/total − onehot); overwrites and returns e.
+
+        Shapes   e (T, v), total (T,), local (T,), seed (T,)
+        """
+        e *= (seed / total)[:, None]
+        rows = self.xp.flatnonzero((local >= 0) & (local < e.shape[1]))
+        e[rows, local[rows]] -= seed[rows]
+        return e
+
+    # --- random numbers ----------------------------------------------------------------
+
+    def dropout_scale(
+        self,
+        rate: float,
+        width: int,
+        rows: tuple[Array, Array, Array],
+        key: tuple[int, int],
+        *,
+        start: int = 0,
+    ) -> Array:
+        """1/(1 − rate) where an element is kept, 0 where it is dropped.
+
+        Element (r, j) depends on (key, rows[r], start + j) alone.   →  (..., width)
+        """
+        u = uniform_rows(width, rows, key, self.xp, start)
+        return (u >= rate).astype(self.dtype) * self.dtype.type(1.0 / (1.0 - rate))
+
+    def fill_normal(
+        self,
+        out: Array,
+        *,
+        std: float,
+        seed: int,
+        name: str,
+        shape: tuple[int, ...],
+        box: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Fills `out` with the box of the global tensor `name` of N(0, std²) numbers.
+
+        Shapes   out: the box's sizes; shape, box: global sizes and half-open intervals
+        """
+        index = np.zeros((1,) * len(shape), np.int64)
+        for dim, (lo, hi) in enumerate(box):
+            stride = math.prod(shape[dim + 1 :])
+            axis = [1] * len(shape)
+            axis[dim] = hi - lo
+            index = index + (np.arange(lo, hi, dtype=np.int64) * stride).reshape(axis)
+        values = normal_at(index.reshape(-1), stream_key(seed, name))
+        out[...] = self.asarray((values * std).reshape(out.shape)).astype(self.dtype)
+
+    # --- optimizer ---------------------------------------------------------------------
+
+    def square_sum(self, x: Array) -> float:
+        """Σ x² in float64."""
+        total = 0.0
+        for lo in range(0, x.size, 1 << 16):
+            block = x[lo : lo + (1 << 16)].astype(self.xp.float64)
+            total += float(self.xp.dot(block, block))
+        return total
+
+    def adamw(
+        self,
+        weight: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        decay: float,
+        step: int,
+        scale: float,
+    ) -> None:
+        """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2).
+
+        weight, grad, m, v  flat arrays of equal size; weight, m and v are overwritten
+        step                1 for the first update;  scale  multiplies the gradient (clip)
+        """
+        g = grad * scale
+        m *= beta1
+        m += (1.0 - beta1) * g
+        v *= beta2
+        v += (1.0 - beta2) * g * g
+        denominator = self.xp.sqrt(v / (1.0 - beta2**step)) + eps
+        weight *= 1.0 - lr * decay
+        weight -= (lr / (1.0 - beta1**step)) * m / denominator

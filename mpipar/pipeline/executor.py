@@ -1,0 +1,68 @@
+"""Runs a schedule on the units of this stage and owns everything in flight."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpipar.errors import ShapeError
+from mpipar.layers.base import Layer, Step, nbytes
+from mpipar.pipeline.schedules import Action
+
+Array = Any
+
+
+class Executor:
+    """Runs schedules over a row of units, the last of which returns the loss.
+
+    peak_bytes   most bytes of saved and left in flight during the last run
+    """
+
+    def __init__(self, units: Sequence[Layer]) -> None:
+        self.units = list(units)
+        self.peak_bytes = 0
+        self._saved: dict[int, list] = {}
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        inputs: Sequence[Array],
+        steps: Sequence[Step],
+        *,
+        unit_done: Callable[[int], None] | None = None,
+    ) -> list[float]:
+        """Loss of each micro-batch, summed over its tokens.
+
+        actions    what to do, in order
+        inputs     token ids (b, s) of each micro-batch
+        unit_done  called with a unit's index when its gradients are final
+        """
+        self.peak_bytes = 0
+        losses = [0.0] * len(inputs)
+        last = max((a.micro_batch for a in actions if a.kind == "BW"), default=-1)
+        keep = last >= 0
+        for kind, number in actions:
+            if kind == "F":
+                losses[number] = self._forward(inputs[number], steps[number], number, keep)
+            else:
+                self._backward(number, unit_done if number == last else None)
+        if self._saved:
+            raise ShapeError(f"schedule left micro-batches {sorted(self._saved)} in flight")
+        return losses
+
+    def _forward(self, x: Array, step: Step, number: int, keep: bool) -> float:
+        saved = []
+        for unit in self.units:
+            x, kept = unit.forward(x, step)
+            if keep:
+                saved.append(kept)
+        if keep:
+            self._saved[number] = saved
+            self.peak_bytes = max(self.peak_bytes, nbytes(*self._saved.values()))
+        return x
+
+    def _backward(self, number: int, unit_done: Callable[[int], None] | None) -> None:
+        saved = self._saved.pop(number)
+        dy = None
+        for index in range(len(self.units) - 1, -1, -1):
+            dy = self.units[index].backward(dy, saved.pop())
+            if unit_done is not None:
+                unit_done(index)

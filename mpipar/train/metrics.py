@@ -1,0 +1,89 @@
+"""metrics.jsonl, a line for every step, and summary.json at the end."""
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from mpipar.config import Recipe
+from mpipar.engine import Engine, StepResult
+
+
+class Metrics:
+    """Measures the steps of this rank, and writes them down where `writes` is set.
+
+    peak_flops   matrix-product rate of one rank in FLOP/s, which mfu is a share of
+    """
+
+    def __init__(
+        self, folder: Path, engine: Engine, peak_flops: float, *, writes: bool
+    ) -> None:
+        self.engine, self.peak_flops = engine, peak_flops
+        self._file = None
+        if writes:
+            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._mark = self._counts()
+        self._clock = time.perf_counter()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def restart_clock(self) -> None:
+        """Time spent since the last line belongs to no step (evaluation, saving)."""
+        self._clock = time.perf_counter()
+        self._mark = self._counts()
+
+    def record(self, result: StepResult, tokens: int) -> dict[str, Any]:
+        """The line of the step that just ended, written once complete."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        comm = self.engine.grid.counters.since(self._mark)
+        self._mark = self._counts()
+        return {
+            "step": self.engine.number,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "updated": result.updated,
+            "tokens": tokens * self.engine.number,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": self.engine.step_flops() / seconds / self.peak_flops,
+            "bubble": 0.0,
+            "memory": memory(self.engine),
+            "comm": comm,
+        }
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends one line; it is in the file when this returns."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _counts(self) -> Any:
+        return self.engine.grid.counters.snapshot()
+
+
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes of the arrays this rank holds, and the peak of its resident memory."""
+    flat, optimizer = engine.flat, engine.optimizer
+    return {
+        "params": flat.data.nbytes,
+        "grads": flat.grad.nbytes,
+        "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
+        "activations_peak": engine.executor.peak_bytes,
+        "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def write_summary(folder: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
+    """summary.json: how the run ended, in a few numbers."""
+    summary = {"layout": recipe.parallel.axes, **facts}
+    text = json.dumps(summary, indent=2) + "\n"
+    (folder / "summary.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,183 @@
+"""One training run, from a resolved recipe to its run folder."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from mpipar.checkpoint import save_weights
+from mpipar.comm import raise_together
+from mpipar.config import Recipe, to_toml
+from mpipar.data import Loader, Sampler, unigram_entropy
+from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
+from mpipar.errors import ConfigError
+from mpipar.train.metrics import Metrics, write_summary
+from mpipar.train.progress import Progress, make_progress
+from mpipar.train.signals import StopSignals
+
+DONE, STOPPED = 0, 3
+
+
+def run_training(recipe: Recipe, world: Any, out: Path) -> int:
+    """Trains `recipe` and writes `out`; the exit status, 0 or 3 (stopped by a signal).
+
+    recipe   resolved for the size of world
+    world    MPI communicator of all ranks
+    out      the run folder, which must not hold a run yet
+    Raises   ConfigError, DataError or CheckpointError on all ranks together
+    """
+    recipe, tokenizer = load_vocabulary(recipe, world.size)
+    grid, ops = open_grid(recipe, world)
+    with grid:
+        _make_folder(out, recipe, grid.world)
+        sampler = make_sampler(recipe, tokenizer, grid)
+        engine = Engine(recipe, grid, ops)
+        with Loader(sampler, recipe.data.workers, stop=recipe.train.steps) as loader:
+            return _Run(engine, loader, out).train()
+
+
+def _make_folder(out: Path, recipe: Recipe, world: Any) -> None:
+    """Makes the run folder with its recipe on rank 0; agreed by all."""
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if (out / "recipe.toml").exists():
+                reason = f"{out} already holds a run; choose another --out or remove it"
+                error = ConfigError([reason], title="the command")
+            else:
+                (out / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+        except OSError as problem:
+            reason = f"cannot write the run folder {out}: {problem}"
+            error = ConfigError([reason], title="the command")
+    raise_together(error, world)
+
+
+class _Run:
+    """The state of a run between its steps."""
+
+    def __init__(self, engine: Engine, loader: Loader, out: Path) -> None:
+        self.engine, self.loader, self.out = engine, loader, out
+        self.sampler: Sampler = loader.sampler
+        self.recipe = engine.recipe
+        self.rank = engine.grid.world.rank
+        self.saved_at = -1
+
+    def train(self) -> int:
+        """All steps, then the last evaluation and save."""
+        r = self.recipe
+        show = make_progress(r.log.progress, r.train.steps, r.log.every, self.rank)
+        began = time.perf_counter()
+        peak = self.engine.ops.matmul_rate()
+        try:
+            entropy = self._introduce(show)
+            with StopSignals() as signals, Metrics(
+                self.out, self.engine, peak, writes=self.rank == 0
+            ) as metrics:
+                line = self._steps(show, metrics, signals)
+            stopped = bool(line["stop"])
+            self._save(show)
+            self._conclude(show, line, entropy, time.perf_counter() - began)
+        finally:
+            show.close()
+        return STOPPED if stopped else DONE
+
+    def _steps(
+        self, show: Progress, metrics: Metrics, signals: StopSignals
+    ) -> dict[str, Any]:
+        """Runs until the last step or until a rank is asked to stop; the last line."""
+        steps, train = self.recipe.train.steps, self.recipe.train
+        valid = self.sampler.valid_tokens
+        while True:
+            batches = self.loader.train_batches(self.engine.number)
+            result = self.engine.step(batches, valid, stop=signals.asked)
+            line = metrics.record(result, valid)
+            number = self.engine.number
+            ends = number == steps or result.stop > 0
+            if ends or (train.eval_every and number % train.eval_every == 0):
+                line |= self._evaluate()
+                metrics.restart_clock()
+            metrics.write(line)
+            show.step(line)
+            if ends:
+                return line | {"stop": result.stop}
+            every = self.recipe.checkpoint.every
+            if every and number % every == 0:
+                self._save(show)
+                metrics.restart_clock()
+
+    def _evaluate(self) -> dict[str, float]:
+        """Mean loss over the held-out samples, where there are any."""
+        if not self.sampler.eval_count:
+            return {}
+        rounds = list(self.loader.eval_batches())
+        return {"validation_loss": self.engine.evaluate(rounds, self.sampler.eval_tokens)}
+
+    def _save(self, show: Progress) -> None:
+        number = self.engine.number
+        if self.saved_at == number:
+            return
+        folder = save_weights(
+            self.out,
+            number,
+            to_toml(self.recipe),
+            self.engine.flat.parameters,
+            self.engine.grid,
+            self.engine.ops,
+        )
+        self.saved_at = number
+        show.say(f"saved {folder}")
+
+    def _introduce(self, show: Progress) -> float:
+        """Tells what is about to run; the unigram entropy of the training text."""
+        stream, model = self.sampler.stream, self.recipe.model
+        if self.rank != 0:
+            return 0.0
+        entropy = unigram_entropy(stream.train, model.vocab)
+        grid = self.engine.grid
+        show.say(
+            f"{model.family}: {self.engine.model.size:,} weights, "
+            f"{model.layers} layers, width {model.width}, context {model.context}"
+        )
+        sequence = ", sequence parallel" if self.recipe.parallel.sequence else ""
+        show.say(f"{grid.describe()}{sequence}, {self.recipe.train.precision}")
+        show.say(
+            f"{stream.source}: {stream.train.size:,} tokens to train on, "
+            f"{self.sampler.eval_count:,} held-out samples, "
+            f"unigram entropy {entropy:.4f} nats per token"
+        )
+        for note in _notes(self.engine, self.sampler):
+            show.say(note)
+        return entropy
+
+    def _conclude(
+        self, show: Progress, line: dict[str, Any], entropy: float, seconds: float
+    ) -> None:
+        """Writes summary.json and says how the run ended."""
+        if self.rank != 0:
+            return
+        facts = {
+            "steps": line["step"],
+            "stopped": bool(line["stop"]),
+            "loss": line["loss"],
+            "validation_loss": line.get("validation_loss"),
+            "unigram_entropy": entropy,
+            "tokens": line["tokens"],
+            "seconds": seconds,
+            "ranks": self.engine.grid.world.size,
+        }
+        write_summary(self.out, self.recipe, facts)
+        loss = facts["validation_loss"] or facts["loss"]
+        kind = "validation loss" if facts["validation_loss"] else "loss"
+        verb = "stopped" if facts["stopped"] else "done"
+        show.say(
+            f"{verb} after {line['step']} steps, {seconds:.0f} s: {kind} {loss:.4f}, "
+            f"unigram entropy {entropy:.4f} nats per token; see {self.out}"
+        )
+
+
+def _notes(engine: Engine, sampler: Sampler) -> list[str]:
+    """What a person should know before the run goes on."""
+    notes = [sampler.stream.note] if sampler.stream.note else []
+    if engine.grid.crosses_nodes("tp"):
+        notes.append("note: tensor-parallel groups cross nodes, which is slow")
+    return notes

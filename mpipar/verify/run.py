@@ -1,0 +1,187 @@
+"""Runs a layout and the serial model on the same batches in fp64 and compares them."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipar.checkpoint import global_arrays
+from mpipar.config import Recipe, replace, resolve
+from mpipar.data import Sampler
+from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
+from mpipar.errors import CheckpointError, ConfigError
+from mpipar.grid import serial_grid
+from mpipar.layers.parameter import Parameter
+from mpipar.verify.compare import Comparison, relative, tensor_errors
+
+TOLERANCE = 1e-10
+
+
+@dataclass
+class Verdict:
+    """What the comparison found; `first` is the first difference above the tolerance."""
+
+    layout: dict[str, Any]
+    tolerance: float = TOLERANCE
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    gradients: Comparison = field(default_factory=Comparison)
+    weights: Comparison = field(default_factory=Comparison)
+    first: dict[str, Any] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True where nothing differs by more than the tolerance."""
+        return self.first is None
+
+    def note(self, step: int, kind: str, name: str | None, error: float) -> None:
+        """Takes in one error; a NaN counts as a difference."""
+        if not error <= self.tolerance and self.first is None:
+            self.first = {"step": step, "kind": kind, "name": name}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contents of `--json`."""
+        return {
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "layout": self.layout,
+            "loss": {"relative_error": self.loss},
+            "grad_norm": {"relative_error": self.grad_norm},
+            "gradients": self.gradients.as_dict(),
+            "weights": self.weights.as_dict(),
+            "first_difference": self.first,
+        }
+
+
+def run_verification(
+    recipe: Recipe, world: Any, *, steps: int = 3, json_path: Path | None = None
+) -> bool:
+    """True where the layout computes what one rank computes; prints a table.
+
+    Every step compares the loss, every gradient and the gradient norm, the last one
+    also every weight; the learning rate is that of the recipe. Rank 0 runs the serial
+    model on the whole global batch while the others wait, as long as it takes.
+
+    recipe   resolved for the size of world; its precision is replaced by fp64
+    """
+    if steps < 1:
+        error = ConfigError([f"--steps = {steps} must be at least 1"], title="the command")
+        error.agreed = True
+        raise error
+    recipe, tokenizer = load_vocabulary(recipe, world.size)
+    patience = recipe.log.timeout_s * world.size
+    changes = {
+        "train.precision": "fp64",
+        "train.device": "cpu",
+        "log.timeout_s": patience,
+    }
+    recipe = resolve(replace(recipe, changes), world.size)
+    grid, ops = open_grid(recipe, world)
+    with grid:
+        sampler = make_sampler(recipe, tokenizer, grid)
+        layout = Engine(recipe, grid, ops)
+        serial = _serial_engine(recipe, ops, sampler) if grid.world.rank == 0 else None
+        verdict = Verdict(recipe.parallel.axes | {"sequence": recipe.parallel.sequence})
+        for step in range(steps):
+            _compare_step(step, layout, sampler, serial, verdict)
+        _compare_tensors(steps, "weights", layout, serial, verdict)
+        if serial is not None:
+            report(verdict, grid.describe())
+            if json_path is not None:
+                _write(json_path, verdict)
+        return grid.world.broadcast_obj(verdict.passed)
+
+
+class _Serial:
+    """The reference: the same model on one rank, fed the whole global batch."""
+
+    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+        self.engine, self.sampler = engine, sampler
+
+
+def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
+    alone = {
+        "parallel.tensor": 1,
+        "parallel.data": 1,
+        "parallel.sequence": False,
+    }
+    recipe = resolve(replace(recipe, alone), 1)
+    whole = Sampler(
+        sampler.stream,
+        sampler.seed,
+        sampler.global_batch,
+        sampler.micro_batch,
+    )
+    return _Serial(Engine(recipe, serial_grid(), ops), whole)
+
+
+def _compare_step(
+    step: int, layout: Engine, sampler: Sampler, serial: _Serial | None, verdict: Verdict
+) -> None:
+    result = layout.step(sampler.train_batches(step), sampler.valid_tokens)
+    if serial is not None:
+        exact = serial.engine.step(
+            serial.sampler.train_batches(step), serial.sampler.valid_tokens
+        )
+        loss = relative(result.loss, exact.loss)
+        verdict.loss = max(verdict.loss, loss)
+        verdict.note(step + 1, "loss", None, loss)
+    _compare_tensors(step + 1, "gradients", layout, serial, verdict)
+    if serial is not None:
+        norm = relative(result.grad_norm, exact.grad_norm)
+        verdict.grad_norm = max(verdict.grad_norm, norm)
+        verdict.note(step + 1, "grad_norm", None, norm)
+
+
+def _compare_tensors(
+    step: int, kind: str, layout: Engine, serial: _Serial | None, verdict: Verdict
+) -> None:
+    """Gathers the layout's tensors and compares them on rank 0."""
+
+    def select(p: Parameter) -> np.ndarray:
+        return layout.ops.to_host(p.grad if kind == "gradients" else p.data)
+
+    gathered = dict(global_arrays(layout.flat.parameters, select, layout.grid))
+    if serial is None:
+        return
+    exact = {p.name: select(p) for p in serial.engine.flat.parameters}
+    comparison = getattr(verdict, kind)
+    for name, error in tensor_errors(gathered, exact):
+        comparison.add(name, error)
+        verdict.note(step, kind, name, error)
+
+
+def report(verdict: Verdict, layout: str) -> None:
+    """Prints the verdict as a table of the worst tensors."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(title=f"{layout}, against one rank in fp64")
+    table.add_column("what")
+    table.add_column("worst relative error", justify="right")
+    table.add_column("where")
+    table.add_row("loss", f"{verdict.loss:.2e}", "")
+    table.add_row("gradient norm", f"{verdict.grad_norm:.2e}", "")
+    for kind in ("gradients", "weights"):
+        for name, error in getattr(verdict, kind).worst(5):
+            table.add_row(kind, f"{error:.2e}", name)
+    console.print(table)
+    counts = f"{verdict.gradients.count} gradients, {verdict.weights.count} weights"
+    if verdict.passed:
+        console.print(f"PASSED: {counts} agree within {verdict.tolerance:.0e}")
+    else:
+        first = verdict.first
+        console.print(
+            f"FAILED: first difference in step {first['step']}: {first['kind']} "
+            f"{first['name'] or ''}".rstrip()
+        )
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    try:
+        path.write_text(json.dumps(verdict.as_dict(), indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise CheckpointError(f"cannot write {path}: {problem}") from problem

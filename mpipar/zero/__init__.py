@@ -1,0 +1,1 @@
+"""Flat parameter state, gradient reduction, clipping and AdamW."""

@@ -1,0 +1,103 @@
+"""Plants faults into the ranks of a run; the program itself knows nothing of it.
+
+MPIPAR_TEST_FAULT holds "module:attribute:rank:kind:call", several with spaces between.
+
+module     wrapped once it has been imported
+attribute  function or Class.method; left out, the fault happens on import
+rank       as the launcher counts, or * for all
+kind       raise     RuntimeError
+           oserror   OSError, as from a full disk
+           exit      sys.exit(3)
+           kill      SIGKILL to the own process
+           stop      SIGSTOP to the own process
+           loop      computes for ever
+           slow      half a second of sleep, then as always
+           skip      returns the first argument, does nothing
+           small     no file may grow beyond 4 KiB from here on
+call       which call it happens in, from 1; * is every call
+
+The time of each fault goes to the file "fault" in the job's folder.
+"""
+
+import importlib.util
+import os
+import resource
+import signal
+import sys
+import time
+from functools import wraps
+
+_RANK = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+
+
+def _happen(kind):
+    with open(os.path.join(os.environ["MPIPAR_TEST_JOB"], "fault"), "a") as file:
+        file.write(f"{time.time()}\n")
+    if kind == "raise":
+        raise RuntimeError("planted fault")
+    if kind == "oserror":
+        raise OSError(28, "planted: no space left on device")
+    if kind == "exit":
+        sys.exit(3)
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
+    while kind == "loop":
+        pass
+    if kind == "slow":
+        time.sleep(0.5)
+    if kind == "small":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def _plant(module, attribute, kind, call):
+    holder = module
+    *path, name = attribute.split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    original = getattr(holder, name)
+    calls = 0
+
+    @wraps(original)
+    def faulty(*args, **named):
+        nonlocal calls
+        calls += 1
+        if call in ("*", str(calls)):
+            _happen(kind)
+            if kind == "skip":
+                return args[1]
+        return original(*args, **named)
+
+    setattr(holder, name, faulty)
+
+
+class _Planter:
+    """Finds modules as always, and wraps what a fault names in them."""
+
+    def __init__(self, faults):
+        self.faults = faults
+
+    def find_spec(self, name, path=None, target=None):
+        mine = [fault for fault in self.faults if fault[0] == name]
+        if not mine:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            for _, attribute, _, kind, call in mine:
+                if attribute:
+                    _plant(module, attribute, kind, call)
+                else:
+                    _happen(kind)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+_FAULTS = [f.split(":") for f in os.environ.get("MPIPAR_TEST_FAULT", "").split()]
+_FAULTS = [fault for fault in _FAULTS if fault[2] in (_RANK, "*")]
+if _FAULTS:
+    sys.meta_path.insert(0, _Planter(_FAULTS))

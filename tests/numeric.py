@@ -1,0 +1,53 @@
+"""Comparisons and finite differences for tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float, what: str = "") -> None:
+    """Largest difference at most `tolerance` times the largest expected value."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, f"{what}: {actual.shape}, {expected.shape}"
+    if expected.size == 0:
+        return
+    scale = np.abs(expected).max()
+    error = np.abs(actual.astype(np.float64) - expected).max()
+    assert error <= tolerance * scale, f"{what}: off by {error:.3g} of {scale:.3g}"
+
+
+def numeric_gradient(
+    value: Callable[[], float], x: np.ndarray, step: float = 1e-4
+) -> np.ndarray:
+    """Fourth-order differences of value(), which reads x, by every element of x."""
+    gradient = np.zeros(x.shape)
+    for place in np.ndindex(x.shape):
+        kept, found = x[place], []
+        for shift in (-2, -1, 1, 2):
+            x[place] = kept + shift * step
+            found.append(value())
+        x[place] = kept
+        gradient[place] = (found[0] - found[3]) + 8 * (found[2] - found[1])
+    return gradient / (12 * step)
+
+
+class Draw:
+    """Equal numbers for every caller, rounded to float32 so that both types agree."""
+
+    def __init__(self, dtype, size):
+        self.dtype, (self.b, self.s, self.width) = dtype, size
+        self.rng = np.random.default_rng(5)
+
+    def __call__(self, *shape):
+        return self.rng.standard_normal(shape).astype("float32").astype(self.dtype)
+
+    def rows(self, width=0):
+        return self(self.b, self.s, width or self.width)
+
+    def halves(self):
+        fused = self.rows(2 * self.width)
+        return fused[..., : self.width], fused[..., self.width :]
+
+    def ids(self, low, high):
+        return self.rng.integers(low, high, (self.b, self.s))

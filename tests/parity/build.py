@@ -1,0 +1,296 @@
+"""What the parity tests share: recipes, batches, the serial run, and the comparison.
+
+The comparison is not that of `mpipar verify`, which is under test itself.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipar.config import Recipe, read_recipe, replace, resolve, to_toml
+from mpipar.data import IGNORE, Batch
+from mpipar.engine import Engine, open_grid
+from mpipar.grid import serial_grid
+from mpipar.layers.parameter import Parameter
+from mpipar.ops import make_ops
+
+STEPS = 3
+FP64, FP32 = 1e-10, 1e-4
+# A file of tokens may have any vocabulary; most tests bring their own batches instead.
+TEXT = """
+[model]
+layers = 2
+width = 32
+heads = 4
+ffn = 64
+context = 16
+vocab = 101
+[data]
+source = "tokens.npy"
+[train]
+steps = 6
+global_batch = 24
+precision = "fp64"
+device = "cpu"
+seed = 3
+clip = 0.5
+[optimizer]
+lr = 0.01
+warmup = 2
+[log]
+timeout_s = 60.0
+progress = "none"
+"""
+
+
+def make_recipe(ranks: int, *changes: str) -> Recipe:
+    """The small model with changes such as "model.tied=false", resolved for ranks."""
+    return read_recipe(TEXT, changes, ranks=ranks)
+
+
+def serial_recipe(recipe: Recipe) -> Recipe:
+    """The same training on one rank, the whole global batch at once."""
+    alone = {
+        "parallel.tensor": 1,
+        "parallel.data": 1,
+        "parallel.sequence": False,
+        "parallel.order": ("tp", "cp", "dp", "pp"),
+        "parallel.bucket_mb": 25.0,
+        "train.micro_batch": recipe.train.global_batch,
+    }
+    return resolve(replace(recipe, alone), 1)
+
+
+# Batches
+
+
+def make_batch(recipe: Recipe, step: int) -> Batch:
+    """A whole step's batch; some labels, and all of sequence 1, do not count."""
+    rng = np.random.default_rng([7, step])
+    shape = (recipe.train.global_batch, recipe.model.context)
+    tokens = rng.integers(0, recipe.model.vocab, shape)
+    labels = rng.integers(0, recipe.model.vocab, shape)
+    labels[rng.random(shape) < 0.2] = IGNORE
+    labels[1:2] = IGNORE
+    return Batch(tokens, labels, np.arange(shape[0]) + step * shape[0])
+
+
+def count_valid(batch: Batch) -> int:
+    return int((batch.labels != IGNORE).sum())
+
+
+def cut_batch(batch: Batch, micro: int, rank: int = 0, ranks: int = 1) -> list[Batch]:
+    """The micro-batches of one data rank."""
+    own = len(batch.samples) // ranks
+    starts = range(rank * own, (rank + 1) * own, micro)
+    parts = [slice(start, start + micro) for start in starts]
+    return [Batch(batch.tokens[p], batch.labels[p], batch.samples[p]) for p in parts]
+
+
+def own_batches(engine: Engine, batch: Batch) -> list[Batch]:
+    """What this rank is fed of a whole step's batch."""
+    dp = engine.grid.dp
+    return cut_batch(batch, engine.recipe.train.micro_batch, dp.rank, dp.size)
+
+
+def take_step(engine: Engine, batch: Batch) -> Any:
+    return engine.step(own_batches(engine, batch), count_valid(batch))
+
+
+def write_tokens(comm: Any, folder: Path, count: int = 1200) -> Path:
+    """A file of tokens below 101, the same for all ranks; comm None writes it alone."""
+    file = folder / "tokens.npy"
+    if comm is None or comm.rank == 0:
+        rng = np.random.default_rng(5)
+        np.save(file, rng.integers(0, 101, count).astype(np.uint8))
+    return file if comm is None else comm.bcast(file)
+
+
+# Engines
+
+
+def scatter(engine: Engine) -> None:
+    """Move every weight, so that gains are not all 1 and biases not all 0.
+
+    The moves depend on the name and the global index alone.
+    """
+    for p in engine.flat.parameters:
+        rng = np.random.default_rng(zlib.crc32(p.name.encode()))
+        p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
+
+
+def region(p: Parameter) -> tuple[slice, ...]:
+    """This rank's box as an index of the whole array."""
+    return tuple(slice(lo, hi) for lo, hi in p.box)
+
+
+def serial_engine(recipe: Recipe) -> Engine:
+    """A scattered engine of the recipe's model on one rank."""
+    alone = serial_recipe(recipe)
+    engine = Engine(alone, serial_grid(), make_ops("cpu", recipe.train.precision))
+    scatter(engine)
+    return engine
+
+
+@contextmanager
+def layout_engine(recipe: Recipe, comm: Any) -> Iterator[Engine]:
+    """A scattered engine of the recipe on the ranks of comm. Collective."""
+    grid, ops = open_grid(recipe, comm)
+    with grid:
+        engine = Engine(recipe, grid, ops)
+        scatter(engine)
+        yield engine
+
+
+def weights(engine: Engine) -> dict[str, np.ndarray]:
+    return {p.name: p.data.copy() for p in engine.flat.parameters}
+
+
+def gradients(engine: Engine) -> dict[str, np.ndarray]:
+    return {p.name: p.grad.copy() for p in engine.flat.parameters}
+
+
+# The serial run, and the comparison
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the serial model did: whole arrays by name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, np.ndarray]]
+    weights: dict[str, np.ndarray]
+    idle: set[str]
+
+
+@cache
+def _reference(text: str, steps: int) -> Reference:
+    recipe = read_recipe(text, ranks=1)
+    engine = serial_engine(recipe)
+    losses, norms, grads = [], [], []
+    for step in range(steps):
+        result = take_step(engine, make_batch(recipe, step))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        grads.append(gradients(engine))
+    idle = set.intersection(*(find_idle(g) for g in grads))
+    return Reference(losses, norms, grads, weights(engine), idle)
+
+
+def reference(recipe: Recipe, steps: int = STEPS) -> Reference:
+    """The serial run of a recipe; made once for all layouts of a launch."""
+    return _reference(to_toml(serial_recipe(recipe)), steps)
+
+
+@dataclass
+class Errors:
+    """The largest relative error of each kind, over all ranks and steps."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
+
+    def above(self, tolerance: float) -> dict[str, float]:
+        """What differs by more than the tolerance, or is no number."""
+        found = {"loss": self.loss, "grad_norm": self.grad_norm}
+        for kind in ("gradients", "weights"):
+            found |= {f"{kind} {n}": e for n, e in getattr(self, kind).items()}
+        return {name: e for name, e in found.items() if not e <= tolerance}
+
+
+def compare(
+    recipe: Recipe,
+    comm: Any,
+    plant: Callable[[Engine], None] = lambda engine: None,
+    steps: int = STEPS,
+) -> Errors:
+    """Train a layout and compare all that the serial run gave; equal on all ranks.
+
+    plant   changes the layout's engine before the first step
+    """
+    exact = reference(recipe, steps)
+    errors = Errors(0.0, 0.0, {}, {})
+    with layout_engine(recipe, comm) as engine:
+        plant(engine)
+        for step in range(steps):
+            result = take_step(engine, make_batch(recipe, step))
+            found = box_errors(engine, "grad", exact.gradients[step], exact.idle)
+            errors.gradients = _largest([errors.gradients, found])
+            errors.loss = worse(errors.loss, off(result.loss, exact.losses[step]))
+            norm = off(result.grad_norm, exact.norms[step])
+            errors.grad_norm = worse(errors.grad_norm, norm)
+        errors.weights = box_errors(engine, "data", exact.weights, exact.idle)
+    return agree(errors, comm)
+
+
+def agree(errors: Errors, comm: Any) -> Errors:
+    """The largest over all ranks, so that all pass or all fail."""
+    every = comm.allgather(errors)
+    return Errors(
+        worse(*(e.loss for e in every)),
+        worse(*(e.grad_norm for e in every)),
+        _largest([e.gradients for e in every]),
+        _largest([e.weights for e in every]),
+    )
+
+
+def box_errors(
+    engine: Engine, field: str, exact: dict[str, np.ndarray], idle: set[str]
+) -> dict[str, float]:
+    """‖own box − its part of the exact array‖ / ‖exact array‖, for every parameter.
+
+    An idle tensor, whose gradient is zero but for rounding, is judged by the norm of
+    its layer. In fp32 Adam blows that rounding up to whole updates: left out.
+    """
+    found = {}
+    for p in engine.flat.parameters:
+        scale = np.linalg.norm(exact[p.name])
+        if p.name in idle:
+            if field == "data" and p.data.dtype == np.float32:
+                continue
+            scale = layer_norm(p.name, exact)
+        difference = np.linalg.norm(getattr(p, field) - exact[p.name][region(p)])
+        found[p.name] = float(difference / scale if scale else difference)
+    return found
+
+
+def find_idle(grads: dict[str, np.ndarray]) -> set[str]:
+    """Tensors whose gradient is only rounding beside that of their layer.
+
+    Without RoPE all keys may move together, so the key bias has no gradient; with one
+    position neither queries nor keys have any.
+    """
+    return {
+        name
+        for name, x in grads.items()
+        if np.linalg.norm(x) < 100 * np.finfo(x.dtype).eps * layer_norm(name, grads)
+    }
+
+
+def layer_norm(name: str, arrays: dict[str, np.ndarray]) -> float:
+    """Norm of all arrays of the layer that a tensor belongs to."""
+    layer = name.rsplit(".", 2)[0] + "."
+    norms = [np.linalg.norm(x) for n, x in arrays.items() if n.startswith(layer)]
+    return float(np.linalg.norm(norms))
+
+
+def off(value: float, exact: float) -> float:
+    return abs(value - exact) / (abs(exact) or 1.0)
+
+
+def worse(*errors: float) -> float:
+    """The largest; NaN counts as larger than any number."""
+    return float(np.max(errors))
+
+
+def _largest(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = {name for table in tables for name in table}
+    return {n: worse(*(t[n] for t in tables if n in t)) for n in sorted(names)}

@@ -1,0 +1,263 @@
+"""Attention by tiles against dense softmax attention."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from numeric import assert_close, numeric_gradient
+
+from mpipar.ops.attention import KEY_TILE, QUERY_TILE
+from mpipar.ops.base import Ops
+from mpipar.ops.numpy_ops import NumpyOps
+
+LENGTHS = [1, 2, 7, 127, 128, 129, 300, 700]
+HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
+heads = pytest.mark.parametrize("n, g", HEADS.values(), ids=HEADS)
+
+
+def inputs(s, n, g, *, b=2, t=None, h=5, dtype="float64", scale=1.0):
+    """q, k, v as the views of one fused array that layers give."""
+    rng, t = np.random.default_rng(s), t or s
+    fused = (scale * rng.standard_normal((b, t, n + 2 * g, h))).astype(dtype)
+    q = fused[:, :s, :n] if t == s else fused[:, :s, :n].copy()
+    return q, fused[:, :, n : n + g], fused[:, :, n + g :]
+
+
+def shared(x, n):
+    """Keys or values, once for every query head.   (b, t, g, h) → (b, n, t, h)"""
+    return np.repeat(x, n // x.shape[2], axis=2).transpose(0, 2, 1, 3)
+
+
+def dense(q, k, v, scale, offset=0, factors=1.0):
+    """o, log-sum-exp, probabilities: plain softmax over whole score arrays."""
+    q = q.astype(np.float64).transpose(0, 2, 1, 3)
+    k, v = (shared(x.astype(np.float64), q.shape[1]) for x in (k, v))
+    scores = scale * q @ k.swapaxes(-1, -2)
+    s, t = scores.shape[-2:]
+    scores[..., np.arange(t) > offset + np.arange(s)[:, None]] = -np.inf
+    peak = scores.max(-1, keepdims=True)
+    e = np.exp(scores - peak)
+    total = e.sum(-1, keepdims=True)
+    p = e / total
+    return (factors * p @ v).transpose(0, 2, 1, 3), (peak + np.log(total))[..., 0], p
+
+
+def dense_grads(do, q, k, v, scale, factors=1.0):
+    """dq, dk, dv of `dense` by the rules of calculus."""
+    n, g = q.shape[2], k.shape[2]
+    p = factors * dense(q, k, v, scale)[2]
+    plain = dense(q, k, v, scale)[2]
+    do, q = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (do, q))
+    k, v = (shared(x.astype(np.float64), n) for x in (k, v))
+    dp = factors * (do @ v.swapaxes(-1, -2))
+    ds = plain * (dp - (dp * plain).sum(-1, keepdims=True))
+
+    def summed(x):
+        b, _, t, h = x.shape
+        return x.reshape(b, g, n // g, t, h).sum(2).transpose(0, 2, 1, 3)
+
+    dq = (scale * ds @ k).transpose(0, 2, 1, 3)
+    return dq, summed(scale * ds.swapaxes(-1, -2) @ q), summed(p.swapaxes(-1, -2) @ do)
+
+
+def backward(ops, do, q, k, v, *forward, **options):
+    """dq, dk, dv as views of one fused array, which is not zero before."""
+    n, g = q.shape[2], k.shape[2]
+    fused = np.full((*q.shape[:2], n + 2 * g, q.shape[3]), 7.0, q.dtype)
+    dq, dk, dv = fused[:, :, :n], fused[:, :, n : n + g], fused[:, :, n + g :]
+    ops.attention_bwd(do, q, k, v, *forward, dq=dq, dk=dk, dv=dv, **options)
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("s", LENGTHS)
+@heads
+def test_outputs_and_gradients_are_those_of_dense_attention(s, n, g, dtype):
+    ops, tolerance = NumpyOps(dtype), TOLERANCE[dtype]
+    q, k, v = inputs(s, n, g, dtype=dtype)
+    do = np.random.default_rng(1).standard_normal(q.shape).astype(dtype)
+    kept = [x.copy() for x in (do, q, k, v)]
+    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    assert o.dtype == lse.dtype == dtype
+    expected = dense(q, k, v, 0.6)
+    assert_close(o, expected[0], tolerance, "o")
+    assert_close(lse, expected[1], tolerance, "lse")
+    grads = backward(ops, do, q, k, v, o, lse, scale=0.6)
+    # At s = 1 the gradients of q and k are zero: their rounding is judged apart.
+    for name, x, y in list(
+        zip("qkv", grads, dense_grads(do, q, k, v, 0.6), strict=True)
+    )[2 * (s == 1) :]:
+        assert_close(x, y, tolerance, f"d{name}")
+    for before, x in zip(kept, (do, q, k, v), strict=True):
+        assert np.array_equal(before, x)
+
+
+@pytest.mark.parametrize("ops", [Ops(), NumpyOps("float64")], ids=["Ops", "NumpyOps"])
+@heads
+def test_gradients_are_finite_differences(ops, n, g):
+    q, k, v = inputs(4, n, g, b=1, h=3)
+    do = np.random.default_rng(1).standard_normal(q.shape)
+
+    def forward():
+        return ops.attention_fwd(q, k, v, scale=0.6)
+
+    grads = backward(ops, do, q, k, v, *forward(), scale=0.6)
+    for gradient, x in zip(grads, (q, k, v), strict=True):
+        expected = numeric_gradient(lambda: float((forward()[0] * do).sum()), x)
+        assert_close(gradient, expected, 1e-6)
+
+
+@pytest.mark.parametrize("s, t", [(1, 1), (1, 9), (3, 130), (5, 513), (130, 700)])
+@heads
+def test_queries_behind_cached_keys_see_all_of_them(s, t, n, g):
+    q, k, v = inputs(s, n, g, t=t)
+    o, lse = NumpyOps("float64").attention_fwd(q, k, v, scale=0.6, offset=t - s)
+    expected = dense(q, k, v, 0.6, offset=t - s)
+    assert_close(o, expected[0], 1e-12)
+    assert_close(lse, expected[1], 1e-12)
+
+
+def test_one_query_at_a_time_gives_the_whole_sequence():
+    q, k, v = inputs(140, 4, 2)
+    ops = NumpyOps("float64")
+    whole, _ = ops.attention_fwd(q, k, v, scale=0.6)
+    for i in (0, 1, 127, 128, 139):
+        seen = slice(0, i + 1)
+        one, _ = ops.attention_fwd(
+            q[:, i : i + 1], k[:, seen], v[:, seen], scale=0.6, offset=i
+        )
+        assert_close(one[:, 0], whole[:, i], 1e-13)
+
+
+@pytest.mark.parametrize("s", [7, 300, 700])
+@heads
+def test_dropout_factors_are_applied_tile_by_tile(s, n, g):
+    ops = NumpyOps("float64")
+    q, k, v = inputs(s, n, g)
+    rng = np.random.default_rng(2)
+    factors = (rng.random((2, n, s, s)) > 0.4) / 0.6
+    do = rng.standard_normal(q.shape)
+    options = {"scale": 0.6, "dropout": lambda *tile: factors[tile]}
+    o, lse = ops.attention_fwd(q, k, v, **options)
+    expected = dense(q, k, v, 0.6, factors=factors)
+    assert_close(o, expected[0], 1e-12)
+    assert_close(lse, expected[1], 1e-12)
+    grads = backward(ops, do, q, k, v, o, lse, **options)
+    for x, y in zip(grads, dense_grads(do, q, k, v, 0.6, factors), strict=True):
+        assert_close(x, y, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("s", [1, 7, 300])
+def test_scores_of_500_stay_finite_without_warning(s, dtype):
+    ops = NumpyOps(dtype)
+    q, k, v = inputs(s, 2, 1, h=1, dtype=dtype)
+    q[...], k[...] = np.sign(q), 500 * np.sign(k)
+    o, lse = ops.attention_fwd(q, k, v, scale=1.0)
+    expected = dense(q, k, v, 1.0)
+    assert_close(o, expected[0], 1e-5)
+    assert_close(lse, expected[1], 1e-5)
+    do = np.ones_like(o)
+    for x in backward(ops, do, q, k, v, o, lse, scale=1.0):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize("h", [1, 3, 64])
+@heads
+def test_one_position_passes_its_value_and_its_gradient_on(n, g, h, b, dtype):
+    """A12"""
+    q, k, v = inputs(1, n, g, b=b, h=h, dtype=dtype)
+    (o, _), (_, _, dv), do = one_position(q, k, v)
+    assert np.array_equal(o, np.repeat(v, n // g, axis=2))
+    assert_close(dv, do.reshape(b, 1, g, n // g, h).sum(3), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("h", [3, 64])
+@heads
+def test_one_position_has_no_gradient_of_query_and_key(n, g, h, dtype):
+    """A12"""
+    _, (dq, dk, _), _ = one_position(*inputs(1, n, g, h=h, dtype=dtype))
+    assert not dq.any() and not dk.any()
+
+
+def one_position(q, k, v):
+    """(o, lse), (dq, dk, dv) and the upstream gradient."""
+    ops, scale = NumpyOps(q.dtype), q.shape[-1] ** -0.5
+    do = np.random.default_rng(1).standard_normal(q.shape).astype(q.dtype)
+    forward = ops.attention_fwd(q, k, v, scale=scale)
+    return forward, backward(ops, do, q, k, v, *forward, scale=scale), do
+
+
+# --- what tiles save ------------------------------------------------------------------
+
+
+def test_no_array_of_all_scores_exists():
+    s, ops = 4096, NumpyOps("float32")
+    q, k, v = inputs(s, 1, 1, b=1, h=8, dtype="float32")
+    tracemalloc.start()
+    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    backward(ops, o, q, k, v, o, lse, scale=0.6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < s * s * 4 / 16
+
+
+class Counting:
+    """NumPy, but it adds up the multiply-adds of its matrix products."""
+
+    def __init__(self):
+        self.products, self.flops = 0, 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, **options):
+        out = np.matmul(a, b, **options)
+        self.products += 1
+        self.flops += 2 * out.size * a.shape[-1]
+        return out
+
+
+def causal_tiles(s):
+    """(queries, keys) of each tile that a causal pass must work on."""
+    for start in range(0, s, QUERY_TILE):
+        stop = min(start + QUERY_TILE, s)
+        for first in range(0, stop, KEY_TILE):
+            yield stop - start, min(first + KEY_TILE, stop) - first
+
+
+@pytest.mark.parametrize("s", [1, 129, 512, 700])
+@heads
+def test_tiles_in_the_future_are_skipped(s, n, g):
+    ops, h = NumpyOps("float64"), 4
+    q, k, v = inputs(s, n, g, b=1, h=h)
+    tiles = list(causal_tiles(s))
+    scores = 2 * n * h * sum(rows * cols for rows, cols in tiles)
+    ops.xp = forward = Counting()
+    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    assert forward.flops == 2 * scores
+    assert forward.products % len(tiles) == 0
+    ops.xp = counted = Counting()
+    backward(ops, o, q, k, v, o, lse, scale=0.6)
+    assert counted.flops == 5 * scores
+    # Whole tiles on the diagonal are all that is spent beyond the exact causal half.
+    exact = n * ops.attention_flops(s, h)
+    assert exact == 2 * 2 * n * h * s * (s + 1) // 2
+    assert exact <= forward.flops <= exact + 2 * n * h * s * QUERY_TILE * 2
+
+
+def test_dropout_tiles_cover_the_causal_half_once():
+    s, seen = 700, np.zeros((2, 4, 700, 700), int)
+
+    def tile(*where):
+        seen[where] += 1
+        return np.ones(seen[where].shape)
+
+    q, k, v = inputs(s, 4, 2, h=2)
+    NumpyOps("float64").attention_fwd(q, k, v, scale=0.6, dropout=tile)
+    assert (seen[..., np.tri(s, dtype=bool)] == 1).all()
+    assert seen.max() == 1
