@@ -1,4 +1,4 @@
-"""Exception types. Every message names the value that is wrong and the values that pass."""
+"""Exception types. Every message names the wrong value and the values that pass."""
 
 from collections.abc import Sequence
 

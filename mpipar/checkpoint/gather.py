@@ -1,4 +1,4 @@
-"""Puts global arrays together on one rank, one at a time, from the boxes of their owners."""
+"""Puts global arrays together on one rank, one at a time, from their owners' boxes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

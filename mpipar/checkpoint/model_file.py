@@ -1,17 +1,19 @@
 """Weights of a run: checkpoints/step_00000100/model.h5, one dataset per parameter.
 
-A parameter blocks.3.attention.q.weight is the dataset blocks/3/attention/q/weight, whole,
-whatever the layout was. The folder is written under a temporary name, flushed to disk and
-renamed, then `latest` is moved: a checkpoint that has its name is complete.
+A parameter blocks.3.attention.q.weight is the dataset blocks/3/attention/q/weight,
+whole, whatever the layout was. The folder is written under a temporary name, flushed to
+disk and renamed, then `latest` is moved: a checkpoint that has its name is complete.
 """
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
 from mpipar.checkpoint.gather import global_arrays
 from mpipar.comm import raise_together
@@ -19,12 +21,17 @@ from mpipar.errors import CheckpointError
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
 
-FORMAT = 1
 MODEL = "model.h5"
+HEADER = {"creator": "mpipar", "format": 1}
 
 
 def save_weights(
-    run: Path, step: int, recipe: str, parameters: Sequence[Parameter], grid: Any, ops: Ops
+    run: Path,
+    step: int,
+    recipe: str,
+    parameters: Sequence[Parameter],
+    grid: Any,
+    ops: Ops,
 ) -> Path:
     """Saves all weights as they are after `step` updates; returns the folder.
 
@@ -32,58 +39,70 @@ def save_weights(
     Raises   CheckpointError on all ranks together where rank 0 cannot write
     """
     final = run / "checkpoints" / f"step_{step:08d}"
-    draft = final.with_name(final.name + ".tmp")
-    error: Exception | None = None
-    file: h5py.File | None = None
-    if grid.world.rank == 0:
-        try:
-            file = _open_draft(draft, step, recipe)
-        except OSError as problem:
-            error = problem
+    writer = _Writer(final) if grid.world.rank == 0 else None
+    if writer is not None:
+        writer.open({"step": step, "recipe": recipe})
     for name, array in global_arrays(parameters, lambda p: ops.to_host(p.data), grid):
-        # After an error the others still send: take their arrays, write nothing.
-        if file is not None and error is None:
-            try:
-                file[name.replace(".", "/")] = array
-            except OSError as problem:
-                error = problem
-    if grid.world.rank == 0 and error is None:
-        try:
-            file.close()
-            _commit(draft, final)
-        except OSError as problem:
-            error = problem
-    if error is not None:
-        error = CheckpointError(f"cannot save {final}: {error}")
-    raise_together(error, grid.world)
+        if writer is not None:
+            writer.put(name, array)
+    if writer is not None:
+        writer.commit()
+    raise_together(writer and writer.error, grid.world)
     return final
 
 
-def _open_draft(draft: Path, step: int, recipe: str) -> h5py.File:
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)
-    file = h5py.File(draft / MODEL, "w")
-    file.attrs["creator"] = "mpipar"
-    file.attrs["format"] = FORMAT
-    file.attrs["step"] = step
-    file.attrs["recipe"] = recipe
-    return file
+class _Writer:
+    """Writes a checkpoint under a temporary name, then gives it its own.
 
+    After the first error nothing more is written: it is kept in `error`, so that rank 0
+    goes on taking the arrays that the other ranks send, and all of them hear of it.
+    """
 
-def _commit(draft: Path, final: Path) -> None:
-    """Makes the draft durable and gives it its name, then moves `latest`."""
-    _flush(draft / MODEL)
-    _flush(draft)
-    if final.exists():
-        shutil.rmtree(final)
-    draft.rename(final)
-    _flush(final.parent)
-    pointer = final.with_name("latest.tmp")
-    pointer.write_text(final.name + "\n")
-    _flush(pointer)
-    pointer.replace(final.with_name("latest"))
-    _flush(final.parent)
+    def __init__(self, final: Path) -> None:
+        self.final, self.draft = final, final.with_name(final.name + ".tmp")
+        self.error: CheckpointError | None = None
+        self._file: h5py.File | None = None
+
+    def open(self, attributes: dict[str, Any]) -> None:
+        """Begins the file, in place of what a dead run may have left."""
+        with self._noting_errors():
+            shutil.rmtree(self.draft, ignore_errors=True)
+            self.draft.mkdir(parents=True)
+            self._file = h5py.File(self.draft / MODEL, "w")
+            for key, value in (HEADER | attributes).items():
+                self._file.attrs[key] = value
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        """Writes one array."""
+        if self.error is None:
+            with self._noting_errors():
+                self._file[name.replace(".", "/")] = array
+
+    def commit(self) -> None:
+        """Makes the draft durable, gives it its name, then moves `latest`."""
+        if self._file is not None:
+            with self._noting_errors():
+                self._file.close()
+        if self.error is not None:
+            shutil.rmtree(self.draft, ignore_errors=True)
+            return
+        with self._noting_errors():
+            _flush(self.draft / MODEL)
+            _flush(self.draft)
+            self.draft.rename(self.final)
+            _flush(self.final.parent)
+            pointer = self.final.with_name("latest.tmp")
+            pointer.write_text(self.final.name + "\n", encoding="utf-8")
+            _flush(pointer)
+            pointer.replace(self.final.with_name("latest"))
+            _flush(self.final.parent)
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as problem:
+            self.error = CheckpointError(f"cannot save {self.final}: {problem}")
 
 
 def _flush(path: Path) -> None:
@@ -123,8 +142,8 @@ def read_recipe_text(file: Path) -> str:
     """
     try:
         with h5py.File(file, "r", locking=False) as h5:
-            if h5.attrs.get("creator") != "mpipar" or h5.attrs.get("format") != FORMAT:
-                raise CheckpointError(f"{file} is not a checkpoint of format {FORMAT}")
+            if any(h5.attrs.get(key) != value for key, value in HEADER.items()):
+                raise CheckpointError(f"{file} is not a checkpoint of this version")
             return str(h5.attrs["recipe"])
     except OSError as problem:
         raise CheckpointError(f"cannot read {file}: {problem}") from problem

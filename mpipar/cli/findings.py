@@ -95,8 +95,7 @@ def _blas(facts: Sequence[Facts]) -> Finding:
         advice = "NumPy's own matrix product is slow: install a NumPy wheel from PyPI."
         return Finding("BLAS", "warn", "no BLAS library found", advice)
     text = ", ".join(
-        f"{name} with {_count(threads, 'thread')}"
-        for name, threads in sorted(pools)
+        f"{name} with {_count(threads, 'thread')}" for name, threads in sorted(pools)
     )
     threads = Counter()
     for fact in facts:

@@ -24,6 +24,7 @@ from mpipar.comm.addresses import own_addresses
 from mpipar.comm.calls import COLLECTIVE, Call, CallLog
 from mpipar.comm.verdict import Answer, arrived, has_come, report, waits_elsewhere
 
+_REPEAT_S = 0.4  # a question without an answer is asked again after so long
 _ANSWER_S = 2.0  # a watchdog that has not answered by then is given up
 _TURN_S = 3.0  # how long a rank lets those speak first that know more
 _CROWD = 64  # at most so many ranks question an axis at the same time
@@ -37,6 +38,7 @@ class Case:
     call: Call
     started: float
     opened: float
+    asked: float = 0.0
     answers: dict[int, Answer] = field(default_factory=dict)
     hold_until: float | None = None
 
@@ -107,7 +109,11 @@ class Watchdog:
         except (ValueError, TypeError, KeyError):
             return
 
-    def _ask(self, case: Case) -> None:
+    def _ask(self, case: Case, now: float) -> None:
+        """Question those who have not answered; now and then, as datagrams get lost."""
+        if now < case.asked + _REPEAT_S:
+            return
+        case.asked = now
         for rank in case.call.members:
             if rank != self._rank and rank not in case.answers:
                 question = {
@@ -159,11 +165,11 @@ class Watchdog:
         case = self._case
         if case is None or case.call is not call or case.started != call.started:
             case = self._case = Case(call, call.started, opened=now)
-            self._ask(case)
+            self._ask(case, now)
         elif self._is_complete(case, now):
             self._close_case(case, now)
         else:
-            self._ask(case)
+            self._ask(case, now)
 
     def _is_complete(self, case: Case, now: float) -> bool:
         if case.hold_until is not None:
@@ -177,7 +183,7 @@ class Watchdog:
             # Ranks that wait for each other hold back for different times
             case.hold_until = now + _TURN_S + min(self._rank, 10)
             case.answers.clear()
-            self._ask(case)
+            case.asked = 0.0
         elif self._log.current is case.call and not self._hushed:
             for rank in range(len(self._contacts)):
                 if rank != self._rank:

@@ -82,8 +82,10 @@ class Engine:
         self.reducer.finish()
         return sum(losses)
 
-    def step(self, batches: Sequence[Batch], valid: int, *, stop: bool = False) -> StepResult:
-        """One optimizer step. `stop` tells the other ranks that this one wants to end."""
+    def step(
+        self, batches: Sequence[Batch], valid: int, *, stop: bool = False
+    ) -> StepResult:
+        """One optimizer step; `stop` tells others that this rank wants to end."""
         loss = self.gradients(batches, valid)
         norm, loss, stops = self._agree(loss, stop)
         lr = learning_rate(self.recipe, self.number)
@@ -92,7 +94,7 @@ class Engine:
         return StepResult(float(loss / max(valid, 1)), norm, lr, updated, stops)
 
     def step_flops(self) -> int:
-        """FLOPs of one step on this rank by the model's formula: three times forward."""
+        """FLOPs of one step on this rank, by formula: three times forward."""
         cost = self.model.cost(self.recipe.train.micro_batch, self.recipe.model.context)
         return 3 * cost.flops * self.recipe.accumulation
 

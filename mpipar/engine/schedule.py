@@ -16,4 +16,6 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     if o.schedule == "constant":
         return o.lr
     progress = min(1.0, (step - o.warmup) / max(1, steps - 1 - o.warmup))
-    return o.lr * (o.min_lr + (1.0 - o.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return o.lr * (
+        o.min_lr + (1.0 - o.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    )

@@ -88,7 +88,9 @@ def generate(
 
 def _check(tokens: int, temperature: float, top_k: int) -> None:
     values = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k}
-    wrong = [f"{key} = {v} must not be negative" for key, v in values.items() if not v >= 0]
+    wrong = [
+        f"{key} = {v} must not be negative" for key, v in values.items() if not v >= 0
+    ]
     if wrong:
         raise _agreed(ConfigError(wrong, title="the command"))
 
@@ -137,7 +139,9 @@ def _encode(prompt: str, tokenizer: Tokenizer, context: int) -> np.ndarray:
     if ids.size == 0 and tokenizer.end_id is not None:
         ids = np.array([tokenizer.end_id], np.int64)
     if not 0 < ids.size <= context:
-        problem = f"--prompt has {ids.size} tokens; the model's context is 1 to {context}"
+        problem = (
+            f"--prompt has {ids.size} tokens; the model's context is 1 to {context}"
+        )
         raise _agreed(ConfigError([problem], title="the command"))
     return ids
 
@@ -164,7 +168,9 @@ class _Printer:
         """One more token."""
         self._ids.append(token)
         text = self.tokenizer.decode(np.array(self._ids))
-        if text.startswith(self._shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if text.startswith(self._shown) and not text.endswith(
+            "\N{REPLACEMENT CHARACTER}"
+        ):
             self._put(text[len(self._shown) :])
             self._shown = text
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpipar.ops.philox import uniform_rows
+from mpipar.ops.philox import stream_key, uniform_rows
 
 
 def draw(
@@ -28,4 +28,6 @@ def draw(
         weights = np.exp(scaled / temperature)
     edges = np.cumsum(weights)
     u = float(uniform_rows(1, (position, 0, 0), stream_key(seed, "generate"))[0])
-    return int(np.searchsorted(edges, u * edges[-1], side="right").clip(0, edges.size - 1))
+    return int(
+        np.searchsorted(edges, u * edges[-1], side="right").clip(0, edges.size - 1)
+    )

@@ -1,4 +1,4 @@
-"""Causal self-attention with its projections: multi-head, grouped-query, multi-query."""
+"""Causal self-attention with its projections: MHA, GQA and MQA."""
 
 import math
 from collections.abc import Iterator

@@ -33,7 +33,7 @@ class Step:
     positions   (s,) global positions of the tokens
     samples     (b,) global sample numbers, which select the dropout masks
     labels      (b, s) target ids, IGNORE where there is none; None in generation
-    valid       number of valid labels in the whole step, over all ranks and micro-batches
+    valid       valid labels in the whole step, over all ranks and micro-batches
     number      optimizer step;  seed  of the run: both select the dropout masks
     training    False switches dropout off
     cache       keys and values of earlier positions, in generation
@@ -74,7 +74,7 @@ class Layer:
         return dx
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        """What one micro-batch of `batch` sequences of `sequence` positions costs here."""
+        """Cost of a micro-batch of `batch` sequences of `sequence` positions."""
         raise NotImplementedError
 
 

@@ -23,9 +23,9 @@ class Dropout(Layer):
     """y = x·m, m = 1/(1 − rate) where kept and 0 where dropped.
 
     The mask of element (sample, position, column) is drawn by Philox from (seed, name,
-    step number, sample, position, column): equal in every layout and under recomputation.
+    step number, sample, position, column): equal in every layout, also if drawn again.
 
-    Shapes    x, y (b, s/u, d)    stream layout; u = tp under sequence parallelism, else 1
+    Shapes    x, y (b, s/u, d)   stream layout; u = tp if it cuts positions, else 1
     Backward  dx = dy·m
     Saves     nothing
     Moves     nothing

@@ -49,8 +49,16 @@ class Embedding(Layer):
     """
 
     def __init__(
-        self, name: str, vocab: int, width: int, *,
-        ops: Ops, stream: Stream, std: float, context: int = 0, dropout: float = 0.0,
+        self,
+        name: str,
+        vocab: int,
+        width: int,
+        *,
+        ops: Ops,
+        stream: Stream,
+        std: float,
+        context: int = 0,
+        dropout: float = 0.0,
     ) -> None:
         self.ops, self.stream, self.width = ops, stream, width
         held = cut(vocab, stream.tp.size, stream.tp.rank)
@@ -73,9 +81,7 @@ class Embedding(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, EmbeddingSaved]:
         ids = x
         first = self.token.box[0][0]
-        x = self.stream.enter(
-            self.ops.embedding_fwd(ids, self.token.data, first=first)
-        )
+        x = self.stream.enter(self.ops.embedding_fwd(ids, self.token.data, first=first))
         if self.position is not None:
             x += self.position.data[self.stream.positions(step.positions)]
         x, dropout = self.dropout.forward(x, step)

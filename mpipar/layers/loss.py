@@ -13,7 +13,7 @@ Array = Any
 
 @dataclass(slots=True)
 class LossSaved:
-    """Exponentials of the logits, their sums, own target columns, and the micro-batch."""
+    """Exponentials of the logits, their sums, target columns, and the micro-batch."""
 
     e: Array
     total: Array

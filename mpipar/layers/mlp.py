@@ -91,8 +91,16 @@ class GeluMlp(_Mlp):
     """
 
     def __init__(
-        self, name: str, width: int, ffn: int, *,
-        ops: Ops, stream: Stream, std: float, out_std: float, tanh: bool,
+        self,
+        name: str,
+        width: int,
+        ffn: int,
+        *,
+        ops: Ops,
+        stream: Stream,
+        std: float,
+        out_std: float,
+        tanh: bool,
     ) -> None:
         self.ops, self.tanh = ops, tanh
         up = even_output(f"{name}.up", ffn, stream.tp)
@@ -121,11 +129,20 @@ class SwigluMlp(_Mlp):
     """
 
     def __init__(
-        self, name: str, width: int, ffn: int, *,
-        ops: Ops, stream: Stream, std: float, out_std: float,
+        self,
+        name: str,
+        width: int,
+        ffn: int,
+        *,
+        ops: Ops,
+        stream: Stream,
+        std: float,
+        out_std: float,
     ) -> None:
         self.ops = ops
-        parts = [even_output(f"{name}.{part}", ffn, stream.tp) for part in ("gate", "up")]
+        parts = [
+            even_output(f"{name}.{part}", ffn, stream.tp) for part in ("gate", "up")
+        ]
         shared = {"ops": ops, "stream": stream, "bias": False}
         self.inputs = ColumnLinear.build(parts, width, std=std, **shared)
         self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)

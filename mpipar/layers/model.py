@@ -24,7 +24,7 @@ class Model:
         self.units: list[Layer] = [embedding, *blocks, head]
 
     def unit_parameters(self) -> Iterator[list[Parameter]]:
-        """New parameters of each unit; a tied weight belongs to the first that has it."""
+        """Each unit's parameters; a tied weight belongs to the first that has it."""
         seen: set[int] = set()
         for unit in self.units:
             fresh = [p for p in unit.parameters() if id(p) not in seen]

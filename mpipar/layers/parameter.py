@@ -58,7 +58,7 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices (embeddings included), not for gains and biases."""
+        """Matrices decay, embeddings included; gains and biases do not."""
         return len(self.shape) > 1
 
     def initialize(self, ops: Ops, seed: int) -> None:
@@ -85,7 +85,7 @@ def whole(
 
 
 class Stack:
-    """Parameters whose rows lie one after another in memory, so that one GEMM serves all.
+    """Parameters whose rows follow each other in memory, so that one GEMM serves all.
 
     q, k and v (or gate and up) stay separate global tensors, yet are read as a single
     array (Σ rows, d). They must be bound to adjacent parts of one flat buffer.
@@ -120,7 +120,10 @@ def _joined(views: list[Array]) -> Array:
     start = (_address(first) - _address(buffer)) // itemsize
     stop = start
     for view in views:
-        if view.base is not buffer or _address(view) != _address(buffer) + stop * itemsize:
+        if (
+            view.base is not buffer
+            or _address(view) != _address(buffer) + stop * itemsize
+        ):
             raise ShapeError("the parts of a stack are not adjacent in memory")
         stop += view.size
     return buffer[start:stop].reshape(-1, *first.shape[1:])

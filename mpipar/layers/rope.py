@@ -11,7 +11,7 @@ class Rope:
     """Rotates q and k by their positions; one table serves all blocks of a micro-batch.
 
     Shapes   x (b, s, n, h) rotated in place; positions (s,) global
-    Source   Su et al. 2021, rotate-half form (first half of a head pairs with the second)
+    Source   Su et al. 2021, rotate-half form (halves of a head are the pairs)
     """
 
     def __init__(self, head_width: int, theta: float, *, ops: Ops) -> None:

@@ -1,8 +1,8 @@
 """The residual stream: how its tokens lie on the tensor-parallel axis.
 
-Without sequence parallelism every tp rank holds all tokens (layout R). With it each holds
-a slice of the positions (layout S(1)). Layers are written in these two words; nothing
-else differs between the two methods.
+Without sequence parallelism every tp rank holds all tokens (layout R). With it each
+holds a slice of the positions (layout S(1)). Layers are written in these two words;
+nothing else differs between the two methods.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ DropoutTile = Callable[[slice, slice, slice, slice], Array]
 class AttentionOps:
     """The attention operations of `Ops`, which gives it xp, dtype and a scratch.
 
-    Shapes   q, o (b, s, n, h);  k, v (b, t, g, h), g divides n and t ≥ s;  lse (b, n, s).
+    Shapes   q, o (b, s, n, h);  k, v (b, t, g, h), g divides n, t ≥ s;  lse (b, n, s).
              Query i stands at key position offset + i and sees keys 0 .. offset + i.
     """
 
@@ -162,9 +162,11 @@ class AttentionOps:
         p[..., lo:] += xp.where(key > position, -xp.inf, 0.0).astype(self.dtype)
 
     def _blocks(self, queries: Array, keys: Array) -> Iterator[tuple[slice, slice]]:
-        """Blocks of (sequences, key/value heads) whose scores stay within TILE_BYTES."""
+        """Blocks of (sequences, key/value heads) with scores within TILE_BYTES."""
         b, g, r, s, _ = queries.shape
-        tile = r * min(s, QUERY_TILE) * min(keys.shape[3], KEY_TILE) * self.dtype.itemsize
+        tile = (
+            r * min(s, QUERY_TILE) * min(keys.shape[3], KEY_TILE) * self.dtype.itemsize
+        )
         room = max(1, TILE_BYTES // max(1, tile))
         for heads in _tiles(0, g, room):
             for sequences in _tiles(0, b, max(1, room // g)):
@@ -178,7 +180,7 @@ def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _by_group(x: Array, groups: int) -> Array:
-    """A view (b, g, n/g, s, h) of x (b, s, n, h): the query heads of a key/value head."""
+    """A view (b, g, n/g, s, h) of x (b, s, n, h): query heads by key/value head."""
     b, s, n, h = x.shape
     return x.reshape(b, s, groups, n // groups, h).transpose(0, 2, 3, 1, 4)
 

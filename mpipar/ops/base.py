@@ -4,8 +4,8 @@
 d width, n query heads, g key/value heads, h head width, f ffn width, v vocabulary,
 T = b*s tokens. Ops know nothing of parameters or communicators.
 
-Conventions: inputs are positional, options and `out` are keywords; an argument that an op
-overwrites or adds to is named in its docstring.
+Conventions: inputs are positional, options and results to fill are keywords; an
+argument that an op overwrites or adds to is named in its docstring.
 """
 
 import math
@@ -40,7 +40,7 @@ class Ops(AttentionOps):
         """True where arrays lie in the memory that MPI reads directly."""
         return self.xp is np
 
-    # --- making arrays -----------------------------------------------------------------
+    # --- making arrays ----------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialised array of the compute type."""
@@ -72,7 +72,7 @@ class Ops(AttentionOps):
             best = min(best, time.perf_counter() - begin)
         return 2.0 * size**3 / best
 
-    # --- dense products ----------------------------------------------------------------
+    # --- dense products ---------------------------------------------------------------
 
     def linear_fwd(self, x: Array, w: Array, b: Array | None = None) -> Array:
         """y = x Wᵀ + b.   x (..., d), W (f, d), b (f,)  →  y (..., f)"""
@@ -94,7 +94,7 @@ class Ops(AttentionOps):
         """db += Σ_tokens dy.   dy (..., f), db (f,)"""
         db += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
 
-    # --- activations -------------------------------------------------------------------
+    # --- activations ------------------------------------------------------------------
 
     def gelu_fwd(self, x: Array, *, tanh: bool) -> tuple[Array, Array]:
         """y = x Φ(x), and its slope dy/dx kept for the backward pass.
@@ -146,7 +146,7 @@ class Ops(AttentionOps):
         tail = 1.0 - self.xp.exp(-far * far) / (fraction * math.sqrt(math.pi))
         return (self.xp.sign(x) * self.xp.where(a < 2.5, series, tail)).astype(x.dtype)
 
-    # --- norms -------------------------------------------------------------------------
+    # --- norms ------------------------------------------------------------------------
 
     def layernorm_fwd(
         self, x: Array, gain: Array, bias: Array, *, eps: float
@@ -174,7 +174,7 @@ class Ops(AttentionOps):
         dgain: Array,
         dbias: Array,
     ) -> Array:
-        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)) with dŷ = dy·gain; adds to dgain, dbias."""
+        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)), dŷ = dy·gain; adds to dgain, dbias."""
         hat = (x - mean[..., None]) * rstd[..., None]
         dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
         dbias += dy.reshape(-1, x.shape[-1]).sum(axis=0)
@@ -201,9 +201,11 @@ class Ops(AttentionOps):
         c2 = (d * hat).mean(axis=-1, keepdims=True)
         return (d - hat * c2) * rstd[..., None]
 
-    # --- positions ---------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------
 
-    def rope_table(self, positions: Array, width: int, theta: float) -> tuple[Array, Array]:
+    def rope_table(
+        self, positions: Array, width: int, theta: float
+    ) -> tuple[Array, Array]:
         """cos and sin of position · theta^(−2i/width).   (s,)  →  two (s, width/2)"""
         xp = self.xp
         frequency = theta ** (-xp.arange(0, width, 2, dtype=xp.float64) / width)
@@ -224,10 +226,10 @@ class Ops(AttentionOps):
         second += first * s
         first[...] = rotated
 
-    # --- embedding ---------------------------------------------------------------------
+    # --- embedding --------------------------------------------------------------------
 
     def embedding_fwd(self, ids: Array, table: Array, *, first: int = 0) -> Array:
-        """Rows of the table; zero where the id is not among its rows [first, first + rows).
+        """Rows of the table; zero where an id is not in [first, first + rows).
 
         Shapes   ids (b, s), table (rows, d)  →  (b, s, d)
         """
@@ -237,7 +239,9 @@ class Ops(AttentionOps):
         x[~inside] = 0.0
         return x
 
-    def embedding_dw(self, dy: Array, ids: Array, dtable: Array, *, first: int = 0) -> None:
+    def embedding_dw(
+        self, dy: Array, ids: Array, dtable: Array, *, first: int = 0
+    ) -> None:
         """dtable[id − first] += dy for every id among its rows, in a fixed order."""
         local = (ids - first).reshape(-1)
         inside = (local >= 0) & (local < dtable.shape[0])
@@ -260,18 +264,16 @@ class Ops(AttentionOps):
         totals = xp.diff(sums[ends], axis=0, prepend=xp.zeros_like(sums[:1]))
         target[ordered[starts]] += totals.astype(target.dtype)
 
-    # --- loss --------------------------------------------------------------------------
+    # --- loss -------------------------------------------------------------------------
 
     def row_max(self, logits: Array) -> Array:
         """Largest logit of each token.   (T, v)  →  (T,)"""
         return logits.max(axis=-1)
 
-    def xent_fwd(
-        self, logits: Array, local: Array, peak: Array
-    ) -> tuple[Array, Array]:
+    def xent_fwd(self, logits: Array, local: Array, peak: Array) -> tuple[Array, Array]:
         """Sum of exponentials and shifted target logit of each token.
 
-        Overwrites logits with e = exp(logits − peak), which `xent_dx` turns into dlogits.
+        Overwrites logits with e = exp(logits − peak); `xent_dx` makes dlogits of it.
 
         Shapes   logits (T, v), local (T,) target column or any value outside [0, v),
                  peak (T,)  →  Σe (T,), logit[target] − peak (T,), 0 where not held here
@@ -295,7 +297,7 @@ class Ops(AttentionOps):
         e[rows, local[rows]] -= seed[rows]
         return e
 
-    # --- random numbers ----------------------------------------------------------------
+    # --- random numbers ---------------------------------------------------------------
 
     def dropout_scale(
         self,
@@ -336,7 +338,7 @@ class Ops(AttentionOps):
         values = normal_at(index.reshape(-1), stream_key(seed, name))
         out[...] = self.asarray((values * std).reshape(out.shape)).astype(self.dtype)
 
-    # --- optimizer ---------------------------------------------------------------------
+    # --- optimizer --------------------------------------------------------------------
 
     def square_sum(self, x: Array) -> float:
         """Σ x² in float64."""
@@ -364,7 +366,7 @@ class Ops(AttentionOps):
         """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2).
 
         weight, grad, m, v  flat arrays of equal size; weight, m and v are overwritten
-        step                1 for the first update;  scale  multiplies the gradient (clip)
+        step                1 for the first update;  scale  of the gradient (clipping)
         """
         g = grad * scale
         m *= beta1

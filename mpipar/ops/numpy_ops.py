@@ -1,4 +1,4 @@
-"""NumPy ops: the reference with the passes over large arrays done in place, by row blocks
+"""NumPy ops: the reference with passes over large arrays done in place, by row blocks
 that stay in the L2 cache. Same signatures, same results up to rounding.
 """
 
@@ -17,8 +17,8 @@ _CACHE_BYTES = 640 * 1024
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed arrays: fresh pages cost a zeroing on every step.
 
-    Raises malloc's thresholds M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); where the
-    C library has no mallopt nothing happens.
+    Raises malloc's thresholds M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); nothing
+    happens where the C library has no mallopt.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -147,7 +147,11 @@ class NumpyOps(Ops):
             h *= r[:, None]
             h *= gain
             h += bias
-        return y.reshape(x.shape), mean.reshape(x.shape[:-1]), rstd.reshape(x.shape[:-1])
+        return (
+            y.reshape(x.shape),
+            mean.reshape(x.shape[:-1]),
+            rstd.reshape(x.shape[:-1]),
+        )
 
     def layernorm_bwd(
         self,
@@ -202,7 +206,11 @@ class NumpyOps(Ops):
         dgain: np.ndarray,
     ) -> np.ndarray:
         width = x.shape[-1]
-        flat, grad, rstd = x.reshape(-1, width), dy.reshape(-1, width), rstd.reshape(-1, 1)
+        flat, grad, rstd = (
+            x.reshape(-1, width),
+            dy.reshape(-1, width),
+            rstd.reshape(-1, 1),
+        )
         dx = np.empty_like(flat)
         for rows in self._row_blocks(*flat.shape, 5):
             hat = np.multiply(

@@ -27,14 +27,18 @@ def stream_key(seed: int, name: str) -> tuple[int, int]:
 
 
 def philox4x32(
-    counter: tuple[Array, Array, Array, Array], key: tuple[int, int], xp: ModuleType = np
+    counter: tuple[Array, Array, Array, Array],
+    key: tuple[int, int],
+    xp: ModuleType = np,
 ) -> tuple[Array, Array, Array, Array]:
     """Four random 32-bit words for each counter.
 
     Shapes   counter  four integer arrays or scalars that broadcast to shape s
              returns  four uint32 arrays of shape s
     """
-    c0, c1, c2, c3 = (xp.asarray(c, dtype=xp.uint64) & xp.uint64(_MASK) for c in counter)
+    c0, c1, c2, c3 = (
+        xp.asarray(c, dtype=xp.uint64) & xp.uint64(_MASK) for c in counter
+    )
     k0, k1 = key
     low, shift = xp.uint64(_MASK), xp.uint64(32)
     for _ in range(_ROUNDS):
@@ -72,9 +76,9 @@ def uniform_rows(
 def normal_at(index: Array, key: tuple[int, int], xp: ModuleType = np) -> Array:
     """Standard normal float64 numbers at the given global element indices.
 
-    Element i takes two 53-bit uniforms from counter i // 2 through Box-Muller: the cosine
-    branch when i is even, the sine branch when it is odd. Any slice of a tensor is the
-    same slice of the whole tensor.
+    Element i takes two 53-bit uniforms from counter i // 2 through Box-Muller: the
+    cosine branch when i is even, the sine branch when it is odd. Any slice of a tensor
+    is the same slice of the whole tensor.
 
     Shapes   index (n,) int64;  returns (n,) float64
     """

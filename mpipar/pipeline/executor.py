@@ -41,11 +41,15 @@ class Executor:
         keep = last >= 0
         for kind, number in actions:
             if kind == "F":
-                losses[number] = self._forward(inputs[number], steps[number], number, keep)
+                losses[number] = self._forward(
+                    inputs[number], steps[number], number, keep
+                )
             else:
                 self._backward(number, unit_done if number == last else None)
         if self._saved:
-            raise ShapeError(f"schedule left micro-batches {sorted(self._saved)} in flight")
+            raise ShapeError(
+                f"schedule left micro-batches {sorted(self._saved)} in flight"
+            )
         return losses
 
     def _forward(self, x: Array, step: Step, number: int, keep: bool) -> float:

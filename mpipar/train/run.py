@@ -70,9 +70,10 @@ class _Run:
         peak = self.engine.ops.matmul_rate()
         try:
             entropy = self._introduce(show)
-            with StopSignals() as signals, Metrics(
-                self.out, self.engine, peak, writes=self.rank == 0
-            ) as metrics:
+            with (
+                StopSignals() as signals,
+                Metrics(self.out, self.engine, peak, writes=self.rank == 0) as metrics,
+            ):
                 line = self._steps(show, metrics, signals)
             stopped = bool(line["stop"])
             self._save(show)
@@ -110,7 +111,9 @@ class _Run:
         if not self.sampler.eval_count:
             return {}
         rounds = list(self.loader.eval_batches())
-        return {"validation_loss": self.engine.evaluate(rounds, self.sampler.eval_tokens)}
+        return {
+            "validation_loss": self.engine.evaluate(rounds, self.sampler.eval_tokens)
+        }
 
     def _save(self, show: Progress) -> None:
         number = self.engine.number

@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 
 @dataclass
 class Verdict:
-    """What the comparison found; `first` is the first difference above the tolerance."""
+    """What the comparison found; `first` is the first difference over the tolerance."""
 
     layout: dict[str, Any]
     tolerance: float = TOLERANCE
@@ -67,7 +67,9 @@ def run_verification(
     recipe   resolved for the size of world; its precision is replaced by fp64
     """
     if steps < 1:
-        error = ConfigError([f"--steps = {steps} must be at least 1"], title="the command")
+        error = ConfigError(
+            [f"--steps = {steps} must be at least 1"], title="the command"
+        )
         error.agreed = True
         raise error
     recipe, tokenizer = load_vocabulary(recipe, world.size)
@@ -118,7 +120,11 @@ def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
 
 
 def _compare_step(
-    step: int, layout: Engine, sampler: Sampler, serial: _Serial | None, verdict: Verdict
+    step: int,
+    layout: Engine,
+    sampler: Sampler,
+    serial: _Serial | None,
+    verdict: Verdict,
 ) -> None:
     result = layout.step(sampler.train_batches(step), sampler.valid_tokens)
     if serial is not None:
@@ -182,6 +188,8 @@ def report(verdict: Verdict, layout: str) -> None:
 
 def _write(path: Path, verdict: Verdict) -> None:
     try:
-        path.write_text(json.dumps(verdict.as_dict(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(verdict.as_dict(), indent=2) + "\n", encoding="utf-8"
+        )
     except OSError as problem:
         raise CheckpointError(f"cannot write {path}: {problem}") from problem

@@ -11,9 +11,9 @@ Array = Any
 class GradientReducer:
     """Starts the reduction of a bucket as soon as all of its gradients are final.
 
-    Backward finishes units from the last to the first, so a bucket is the stretch of the
-    flat gradient from the unit just finished to the last bucket started. A stretch of at
-    least `bucket_bytes` is reduced by one message (Li et al. 2020, section 3.2.3).
+    Backward finishes units from the last to the first, so a bucket is the stretch of
+    the flat gradient from the unit just finished to the last bucket started. A stretch
+    of at least `bucket_bytes` is reduced by one message (Li et al. 2020, 3.2.3).
 
     axis       communicator of the data axis
     replicas   communicator of each axis that parameters name as `partial`

@@ -1,11 +1,12 @@
 """Runs mpipar under a launcher as its users do, and looks at it while it runs."""
 
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,32 @@ echo $status >"$MPIPAR_TEST_JOB/status.${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"
 exit $status"""
 
 
+RECIPE = """
+[model]
+family = "gpt"
+layers = 1
+width = 16
+heads = 2
+context = 16
+[data]
+source = "corpus.txt"
+[train]
+steps = 6
+global_batch = 4
+precision = "fp64"
+[log]
+every = 1
+progress = "lines"
+"""
+
+
 @dataclass
 class Run:
     """A job under way. `until` is when it is ended by force."""
 
     folder: Path
     until: float
-    job: "object" = None
+    job: Future[Job]
 
     @property
     def output(self) -> str:
@@ -66,6 +86,11 @@ class Run:
     def launcher(self) -> int:
         """Process of mpiexec."""
         return next(pid for pid in members(self.folder) if _parent(pid) == os.getpid())
+
+    @staticmethod
+    def kill(pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process of the job."""
+        os.kill(pid, number)
 
     def end(self, timeout: float = 40) -> Job:
         """How the job ended; it gets so many more seconds."""
@@ -110,17 +135,27 @@ def start(
     command += [*program, *map(str, words)]
     env = {"PYTHONPATH": INJECT, "OMP_NUM_THREADS": "1", **env}
     with tempfile.TemporaryDirectory(prefix="mpipar-run-") as name:
-        run = Run(Path(name), time.monotonic() + timeout)
-        environ = environment(run.folder, **env)
+        folder = Path(name)
+        environ = environment(folder, **env)
+        run = Run(folder, time.monotonic() + timeout, Future())
+
+        def is_late() -> bool:
+            return time.monotonic() > run.until
+
         with ThreadPoolExecutor(1) as pool:
-            run.job = pool.submit(
-                run_job, command, run.folder, environ,
-                lambda: time.monotonic() > run.until, cwd,
-            )  # fmt: skip
+            run.job = pool.submit(run_job, command, folder, environ, is_late, cwd)
             try:
                 yield run
             finally:
                 run.until = 0
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe whose steps take milliseconds, and its corpus."""
+    words = (f"{i} squared is {i * i}; " for i in range(600))
+    (folder / "corpus.txt").write_text("".join(words))
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder / "recipe.toml"
 
 
 def mpipar(n: int, *words: object, **options: object) -> Job:

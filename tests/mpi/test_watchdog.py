@@ -48,6 +48,51 @@ def line_of(report):
         return source.read().split("\n")[int(number) - 1]
 
 
+@pytest.mark.mpi(2)
+def test_strange_datagrams_change_nothing(comm):
+    """Without the token, not JSON, or JSON of another form."""
+    import json
+    import socket
+
+    import numpy as np
+
+    from mpipar.grid import Grid
+
+    with Grid(comm, {"tp": 2}, timeout_s=60) as grid:
+        dog = grid._watchdog
+        right = {"token": dog._token, "to": dog._rank}
+        strange = [
+            b"\x80\x04.", b"[]", b"3", b"{}", b'{"token": "guess", "to": 0}',
+            json.dumps(right).encode(),
+            json.dumps(right | {"kind": "ask", "axis": []}).encode(),
+            json.dumps(right | {"kind": "tell", "case": 1, "answer": {}}).encode(),
+        ]  # fmt: skip
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for data in strange:
+                sender.sendto(data, ("127.0.0.1", dog._port))
+        grid.tp.all_reduce(np.ones(2))
+        assert dog._thread.is_alive()
+
+
+@pytest.mark.mpi(2)
+def test_noting_a_call_costs_little(comm):
+    """The watchdog's share of a call, the best of some rounds."""
+    from time import perf_counter
+
+    from mpipar.comm.calls import COLLECTIVE, CallLog
+
+    log = CallLog()
+    channel = log.channel("tp", COLLECTIVE, range(2))
+    rounds = []
+    for _ in range(20):
+        began = perf_counter()
+        for _ in range(500):
+            log.current = channel.enter("all_reduce", 8, perf_counter())
+            log.current = None
+        rounds.append((perf_counter() - began) / 500)
+    assert min(rounds) < 2e-6
+
+
 def test_a_rank_that_computes_for_ever_is_named(hang):
     """A24"""
     report = hang(
@@ -116,7 +161,8 @@ grid.dp.barrier()
 """,
         sizes={"dp": 2},
     )
-    assert "on axis dp" in report and "rank 1 did not arrive" in report
+    # Where MPI lets the first pair of calls pass, rank 0 waits in the next one
+    assert "on axis dp" in report and re.search("rank [01] did not arrive", report)
 
 
 def test_the_rank_that_waits_for_the_culprit_speaks_and_not_those_behind_it(hang):
@@ -201,48 +247,3 @@ def test_a_grid_left_open_does_not_keep_the_process(job, tmp_path):
     file.write_text(START.format(sizes={"tp": 2}, timeout=60) + "grid.tp.barrier()\n")
     done = job(2, sys.executable, str(file), timeout=30)
     assert done.status == 0 and not done.left
-
-
-@pytest.mark.mpi(2)
-def test_strange_datagrams_change_nothing(comm):
-    """Without the token, not JSON, or JSON of another form."""
-    import json
-    import socket
-
-    import numpy as np
-
-    from mpipar.grid import Grid
-
-    with Grid(comm, {"tp": 2}, timeout_s=60) as grid:
-        dog = grid._watchdog
-        right = {"token": dog._token, "to": dog._rank}
-        strange = [
-            b"\x80\x04.", b"[]", b"3", b"{}", b'{"token": "guess", "to": 0}',
-            json.dumps(right).encode(),
-            json.dumps(right | {"kind": "ask", "axis": []}).encode(),
-            json.dumps(right | {"kind": "tell", "case": 1, "answer": {}}).encode(),
-        ]  # fmt: skip
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            for data in strange:
-                sender.sendto(data, ("127.0.0.1", dog._port))
-        grid.tp.all_reduce(np.ones(2))
-        assert dog._thread.is_alive()
-
-
-@pytest.mark.mpi(2)
-def test_noting_a_call_costs_little(comm):
-    """The watchdog's share of a call, the best of some rounds."""
-    from time import perf_counter
-
-    from mpipar.comm.calls import COLLECTIVE, CallLog
-
-    log = CallLog()
-    channel = log.channel("tp", COLLECTIVE, range(2))
-    rounds = []
-    for _ in range(20):
-        began = perf_counter()
-        for _ in range(500):
-            log.current = channel.enter("all_reduce", 8, perf_counter())
-            log.current = None
-        rounds.append((perf_counter() - began) / 500)
-    assert min(rounds) < 2e-6

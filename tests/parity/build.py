@@ -103,7 +103,7 @@ def take_step(engine: Engine, batch: Batch) -> Any:
     return engine.step(own_batches(engine, batch), count_valid(batch))
 
 
-def write_tokens(comm: Any, folder: Path, count: int = 1200) -> Path:
+def write_tokens(comm: Any, folder: Path, count: int = 2400) -> Path:
     """A file of tokens below 101, the same for all ranks; comm None writes it alone."""
     file = folder / "tokens.npy"
     if comm is None or comm.rank == 0:

@@ -96,6 +96,21 @@ def test_verify_names_the_first_difference(
         assert verdict["passed"] is False
 
 
+@pytest.mark.mpi(2)
+def test_verify_tells_of_a_loss_that_is_no_number(comm, tmp_path, monkeypatch):
+    recipe = make_recipe(2, f"data.source={write_tokens(comm, tmp_path)}")
+    file = tmp_path / "verdict.json"
+    faults.lose_the_loss(monkeypatch)
+    assert run_verification(recipe, comm, steps=2, json_path=file) is False
+    if comm.rank == 0:
+        verdict = json.loads(file.read_text())
+        first = {"step": 1, "kind": "loss", "name": None}
+        assert verdict["first_difference"] == first
+        # However it is written, it must not read as agreement.
+        error = verdict["loss"]["relative_error"]
+        assert not (isinstance(error, float) and error <= FP64)
+
+
 @pytest.fixture
 def verify(job, tmp_path):
     """Run `mpipar verify` on 2 ranks with a fault by name; (job, verdict or None)."""
@@ -120,6 +135,10 @@ def test_the_command_exits_with_0_where_all_agrees(verify):
     done, verdict = verify("", TP2, SP, "train.micro_batch=12")
     assert done.status == 0, done.output
     assert "PASSED" in done.output
+    assert set(verdict) == {
+        "passed", "tolerance", "layout", "loss", "grad_norm", "gradients", "weights",
+        "first_difference",
+    }  # fmt: skip
     assert verdict["passed"] is True
     assert verdict["first_difference"] is None
     assert verdict["layout"]["tp"] == 2

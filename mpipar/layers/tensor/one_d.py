@@ -1,4 +1,4 @@
-"""Dense layers cut in one dimension: by rows of W (outputs), then by columns (inputs)."""
+"""Dense layers cut in one dimension: by rows of W (outputs) or by columns (inputs)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,8 +67,12 @@ class ColumnLinear(Layer):
     """
 
     def __init__(
-        self, weights: Sequence[Parameter], biases: Sequence[Parameter], *,
-        ops: Ops, stream: Stream,
+        self,
+        weights: Sequence[Parameter],
+        biases: Sequence[Parameter],
+        *,
+        ops: Ops,
+        stream: Stream,
     ) -> None:
         self.ops, self.stream = ops, stream
         self.weight = Stack(weights)
@@ -76,8 +80,14 @@ class ColumnLinear(Layer):
 
     @classmethod
     def build(
-        cls, outputs: Sequence[Output], width: int, *,
-        std: float, bias: bool, ops: Ops, stream: Stream,
+        cls,
+        outputs: Sequence[Output],
+        width: int,
+        *,
+        std: float,
+        bias: bool,
+        ops: Ops,
+        stream: Stream,
     ) -> "ColumnLinear":
         """A layer with new parameters NAME.weight (and NAME.bias) for each output."""
         weights, biases = [], []
@@ -143,8 +153,15 @@ class RowLinear(Layer):
     """
 
     def __init__(
-        self, name: str, inputs: int, width: int, *,
-        std: float, bias: bool, ops: Ops, stream: Stream,
+        self,
+        name: str,
+        inputs: int,
+        width: int,
+        *,
+        std: float,
+        bias: bool,
+        ops: Ops,
+        stream: Stream,
     ) -> None:
         self.ops, self.stream, tp = ops, stream, stream.tp
         self.weight = Parameter(
@@ -182,7 +199,5 @@ class RowLinear(Layer):
     def cost(self, batch: int, sequence: int) -> Cost:
         (width, inputs), item = self.weight.local_shape, self.ops.dtype.itemsize
         tokens = batch * sequence
-        here = Cost(
-            flops=2 * tokens * width * inputs, saved=tokens * inputs * item
-        )
+        here = Cost(flops=2 * tokens * width * inputs, saved=tokens * inputs * item)
         return here + self.stream.enter_cost(tokens * width * item)

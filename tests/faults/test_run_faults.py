@@ -1,0 +1,161 @@
+"""One rank fails, and every rank is gone soon, with the reason printed.
+
+Each test plants its fault by the environment: see inject/sitecustomize.py.
+"""
+
+from pathlib import Path
+
+import pytest
+from faults.run import MODULE, SCRIPT, Run, start, write_recipe
+from launcher import Job
+
+SOON = 10.0
+FAULTS = {
+    "forward": "mpipar.layers.head:Head.forward:1:raise:3",
+    "loader": "mpipar.data.sampler:Sampler.train_batches:1:raise:3",
+    "checkpoint": "mpipar.checkpoint.model_file:save_weights:1:raise:2",
+    "import": "mpipar.layers.mlp::1:raise:",
+    "exit": "mpipar.layers.head:Head.forward:1:exit:3",
+}
+# A program starts in two ways; both must guard every fault.
+PROGRAMS = [
+    pytest.param(SCRIPT, id="script"),
+    pytest.param(MODULE, id="module", marks=pytest.mark.full),
+]
+
+
+def run_with(folder: Path, fault: str, *words: str, **options: object) -> tuple[Run, Job]:
+    """Train 6 steps on two data ranks, a checkpoint every 2, with this fault."""
+    recipe = write_recipe(folder)
+    words = ("checkpoint.every=2", *words, "--out", folder / "run")
+    options = {"timeout": 40, "MPIPAR_TEST_FAULT": fault, **options}
+    with start(2, "train", recipe, *words, **options) as run:
+        job = run.job.result()
+        assert not job.late and job.left == [], job.output
+        assert run.since_fault() < 25, job.output
+        run.took = run.since_fault()
+        run.noted = run.statuses()
+    return run, job
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Finished checkpoints of the run, and what `latest` says."""
+    kept = folder / "run" / "checkpoints"
+    names = [path.name for path in kept.glob("step_*") if path.suffix != ".tmp"]
+    return [*sorted(names), (kept / "latest").read_text().strip()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_an_error_on_one_rank_ends_all(
+    tmp_path: Path, kind: str, program: list[str]
+) -> None:
+    """A24"""
+    run, job = run_with(tmp_path, FAULTS[kind], program=program)
+    assert job.status != 0 and run.took < SOON, job.output
+    assert "[rank 1 of 2" in job.output and "Traceback" in job.output
+    assert ("SystemExit: 3" if kind == "exit" else "planted fault") in job.output
+    assert "[rank 0 of 2" not in job.output
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit"])
+@pytest.mark.parametrize("module", ["mpipar.cli.train", "mpipar.cli.world"])
+def test_an_error_before_mpi_starts_ends_all(
+    tmp_path: Path, module: str, kind: str
+) -> None:
+    """A24"""
+    run, job = run_with(tmp_path, f"{module}::1:{kind}:", timeout=20)
+    assert job.status != 0 and run.took < SOON, job.output
+    assert "[rank 1 of 2" in job.output and "Traceback" in job.output
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    run, job = run_with(tmp_path, "mpipar.layers.head:Head.forward:1:kill:3")
+    assert job.status != 0 and run.took < SOON, job.output
+    assert "done after" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("stop", "no answer"), ("loop", "it is computing at")]
+)
+def test_the_watchdog_names_a_rank_that_does_not_come(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    """A24"""
+    fault = f"mpipar.layers.head:Head.forward:1:{kind}:3"
+    run, job = run_with(tmp_path, fault, "log.timeout_s=5")
+    assert job.status != 0 and 5 < run.took < 20, job.output
+    assert job.output.count("mpipar: rank 0 has waited") == 1
+    assert "in all_reduce #3 on axis grad" in job.output
+    assert "mpipar/zero/reduce.py:" in job.output
+    assert f"rank 1 did not arrive: {said}" in job.output
+    # The line where the rank loops.
+    assert ("sitecustomize.py:" in job.output) is (kind == "loop")
+
+
+@pytest.mark.parametrize(("call", "axis"), [(3, "world"), (4, "grad")])
+def test_the_watchdog_ends_a_run_whose_ranks_disagree(
+    tmp_path: Path, call: int, axis: str
+) -> None:
+    """A25: rank 1 leaves one collective out, so the ranks wait in different ones."""
+    fault = f"mpipar.comm.communicator:Communicator.all_reduce:1:skip:{call}"
+    run, job = run_with(tmp_path, fault, "log.timeout_s=5")
+    assert job.status != 0 and run.took < 25, job.output
+    assert job.output.count("The job ends now") == 1
+    assert f"on axis {axis}" in job.output and "did not arrive" in job.output
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "_open_draft:0:oserror:2",
+        "_commit:0:oserror:2",
+        "_commit:0:raise:2",
+        # The disk is full when the first array, or the end of the file, is written.
+        "_open_draft:0:small:2",
+    ],
+)
+def test_a_failed_save_ends_all_ranks_together(tmp_path: Path, fault: str) -> None:
+    """A25"""
+    run, job = run_with(tmp_path, f"mpipar.checkpoint.model_file:{fault}", note=True)
+    assert run.noted == {0: 4, 1: 4}, job.output
+    assert job.status == 4 and run.took < SOON
+    assert job.output.count("cannot save") == 1 and "step_00000004" in job.output
+    assert "Traceback" not in job.output
+    assert checkpoints(tmp_path) == ["step_00000002", "step_00000002"]
+
+
+def test_a_killed_data_worker_ends_the_run(tmp_path: Path) -> None:
+    """A35"""
+    recipe = write_recipe(tmp_path)
+    words = ("data.workers=1", "train.steps=1000000", "--out", tmp_path / "run")
+    with start(2, "train", recipe, *words) as run:
+        run.wait_for("step 3/")
+        workers = run.workers()
+        assert len(workers) == 2
+        run.kill(workers[0])
+        job = run.end()
+    assert job.status not in (0, 3) and not job.late and job.left == [], job.output
+    assert f"a data worker died: process {workers[0]} (signal 9" in job.output
+    assert "done after" not in job.output
+
+
+def losses(folder: Path, workers: int) -> tuple[list[str], str]:
+    """The loss lines of a run with so many workers, and its output."""
+    recipe = write_recipe(folder)
+    out = folder / f"workers{workers}"
+    words = ("train.steps=30", "model.dropout=0.1", f"data.workers={workers}")
+    with start(2, "train", recipe, *words, "--out", out) as run:
+        job = run.job.result()
+    assert (job.status, job.late, job.left) == (0, False, []), job.output
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 30
+    return [line.partition('"lr"')[0] for line in lines], job.output
+
+
+def test_workers_do_not_change_a_run(tmp_path: Path) -> None:
+    """A35"""
+    alone, _ = losses(tmp_path, 0)
+    helped, output = losses(tmp_path, 2)
+    assert helped == alone
+    assert "fork" not in output and "Warning" not in output
