@@ -3,8 +3,6 @@
 
 from typing import Any
 
-from mpipar.models.parts import STD, out_std, pre_norm_block, untied_weight
-
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain
 from mpipar.layers.embedding import Embedding
@@ -14,6 +12,7 @@ from mpipar.layers.model import Model
 from mpipar.layers.norm import RMSNorm
 from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
+from mpipar.models.parts import STD, out_std, pre_norm_block, untied_weight
 from mpipar.ops import Ops
 
 

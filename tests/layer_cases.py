@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from mpipar.models import build_model
-from mpipar.models.parts import untied_weight
 
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import IGNORE, Chain, Layer, Step
@@ -27,6 +25,8 @@ from mpipar.layers.parameter import Parameter, cut
 from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
 from mpipar.layers.tensor.one_d import ColumnLinear, Output, RowLinear, even_output
+from mpipar.models import build_model
+from mpipar.models.parts import untied_weight
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.zero.flat import FlatState
 
@@ -189,10 +189,7 @@ CASES = [
 
 
 class Made:
-    """A case built on this rank of tp, its parameters bound and filled.
-
-    x, dy   the whole input and upstream gradient of the serial layer
-    """
+    """A case built on this rank of tp, its parameters bound and filled."""
 
     def __init__(
         self, case: Case, tp: Any, s: int, *, sequence: bool = False, ops: Any = None

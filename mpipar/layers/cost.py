@@ -30,11 +30,6 @@ class Cost:
         )
 
 
-def message(axis: str, op: str, sent: int) -> Cost:
-    """One message that sends `sent` bytes."""
-    return Cost(calls=Counter({(axis, op): 1}), moved=Counter({(axis, op): sent}))
-
-
 def move(axis: str, ranks: int, source: Layout, target: Layout, nbytes: int) -> Cost:
     """A reshard of a tensor of `nbytes` (its full size on that axis)."""
     if source == target or source is R or ranks == 1:
@@ -43,4 +38,5 @@ def move(axis: str, ranks: int, source: Layout, target: Layout, nbytes: int) -> 
         op = "all_reduce" if target is R else "reduce_scatter"
     else:
         op = "all_gather" if target is R else "all_to_all"
-    return message(axis, op, volume(source, target, ranks, nbytes))
+    sent = volume(source, target, ranks, nbytes)
+    return Cost(calls=Counter({(axis, op): 1}), moved=Counter({(axis, op): sent}))

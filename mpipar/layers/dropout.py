@@ -24,6 +24,7 @@ class Dropout(Layer):
 
     The mask of element (sample, position, column) is drawn by Philox from (seed, name,
     step number, sample, position, column): equal in every layout, also if drawn again.
+    Where nothing is dropped, y is x itself.
 
     Shapes    x, y (b, s/u, d)   stream layout; u = tp if it cuts positions, else 1
     Backward  dx = dy·m

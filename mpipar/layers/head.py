@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpipar.comm import shares
+from mpipar.errors import ShapeError
 from mpipar.layers.base import Chain, Layer, Step
 from mpipar.layers.loss import VocabLoss
 from mpipar.layers.parameter import Parameter
@@ -25,7 +26,7 @@ class Head(Chain):
     def __init__(
         self, norm: Layer, weight: Parameter, *, ops: Ops, stream: Stream
     ) -> None:
-        self.norm, self.tp = norm, stream.tp
+        self.norm, self.tp, self.is_cut = norm, stream.tp, stream.is_cut
         self.projection = ColumnLinear([weight], [], ops=ops, stream=stream)
         self.loss = VocabLoss(weight.box[0], weight.shape[0], ops=ops, tp=stream.tp)
         super().__init__([norm, self.projection, self.loss])
@@ -35,7 +36,12 @@ class Head(Chain):
         yield from self.projection.parameters()
 
     def logits(self, x: Array, step: Step) -> Array:
-        """Logits of the last position, whole on every tp rank.   (b, s, d) → (b, v)"""
+        """Logits of the last position, whole on every tp rank.   (b, s, d) → (b, v)
+
+        Raises ShapeError under sequence parallelism.
+        """
+        if self.is_cut:
+            raise ShapeError("logits need a stream that is not cut by positions")
         h, _ = self.norm.forward(x, step)
         z, _ = self.projection.forward(h[:, -1:], step)
         counts = shares(self.loss.vocab, self.tp.size)

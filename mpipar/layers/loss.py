@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mpipar.comm import P, R
 from mpipar.layers.base import Layer, Step
-from mpipar.layers.cost import Cost, message
+from mpipar.layers.cost import Cost, move
 from mpipar.layers.parameter import Interval
 from mpipar.ops import Ops
 
@@ -60,12 +61,10 @@ class VocabLoss(Layer):
         return dz.reshape(*labels.shape, -1), None
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        tokens, item, n = batch * sequence, self.ops.dtype.itemsize, self.tp.size
+        tokens, item = batch * sequence, self.ops.dtype.itemsize
         columns = self.held[1] - self.held[0]
         # `total` is half of the array that both sums travelled in.
         cost = Cost(saved=tokens * (columns * item + 2 * item + 8))
-        if n > 1:
-            for items in (1, 2):
-                sent = 2 * (n - 1) * items * tokens * item // n
-                cost += message(self.tp.name, "all_reduce", sent)
+        for items in (1, 2):
+            cost += move(self.tp.name, self.tp.size, P, R, items * tokens * item)
         return cost

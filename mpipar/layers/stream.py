@@ -8,6 +8,7 @@ nothing else differs between the two methods.
 from typing import Any
 
 from mpipar.comm.layout import Layout, P, R, S, reshard
+from mpipar.errors import ShapeError
 from mpipar.layers.cost import Cost, move
 from mpipar.layers.parameter import Parameter, whole
 
@@ -45,10 +46,17 @@ class Stream:
 
     def leave_backward(self, dx: Array) -> Array:
         """Adjoint of `leave`: summands of every rank → stream."""
-        return reshard(dx, P, self.layout, self.tp)
+        return self.enter(dx)
 
     def enter(self, y: Array) -> Array:
-        """Summands of every rank → stream: the output of a row-cut layer."""
+        """Summands of every rank → stream: the output of a row-cut layer.
+
+        Raises ShapeError where the positions cannot be cut evenly.
+        """
+        if self.is_cut and y.shape[1] % self.tp.size:
+            raise ShapeError(
+                f"{y.shape[1]} positions cannot be cut evenly over {self.tp.size} ranks"
+            )
         return reshard(y, P, self.layout, self.tp)
 
     def enter_backward(self, dy: Array) -> Array:

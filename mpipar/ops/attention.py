@@ -123,6 +123,9 @@ class AttentionOps:
                         kept = p * factor
                     ds -= delta
                     ds *= p
+                    if rows.start == 0:
+                        # Query 0 sees key 0 alone: its softmax is constant.
+                        ds[..., 0, :] = 0.0
                     dqt += xp.matmul(ds, keys[block][..., cols, :])
                     dks[block][..., cols, :] += _over_group(ds, qt, xp)
                     dvs[block][..., cols, :] += _over_group(kept, dot, xp)

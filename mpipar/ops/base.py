@@ -131,7 +131,7 @@ class Ops(AttentionOps):
         """The error function, elementwise.
 
         Regularised incomplete gamma series below 2.5 and a continued fraction above,
-        |error| < 1e-15 relative to 1 in float64. (Abramowitz & Stegun 7.1.6, 7.1.14)
+        |error| < 2e-15 in float64. (Abramowitz & Stegun 7.1.6, 7.1.14)
         """
         a = self.xp.abs(x.astype(self.xp.float64))
         near, far = self.xp.minimum(a, 2.5), self.xp.maximum(a, 2.5)

@@ -273,12 +273,11 @@ class NumpyOps(Ops):
 
 
 def _as_rows(x: np.ndarray) -> np.ndarray:
-    """A view (rows, width) of an array whose rows are evenly spaced."""
-    width = x.shape[-1]
-    rows = math.prod(x.shape[:-1])
-    if x.flags.c_contiguous:
-        return x.reshape(rows, width)
-    return np.lib.stride_tricks.as_strided(x, (rows, width), x.strides[-2:])
+    """A view (rows, width) of an array whose rows are evenly spaced.
+
+    Raises ValueError where there is no such view.
+    """
+    return np.reshape(x, (-1, x.shape[-1]), copy=False)
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:

@@ -1,9 +1,9 @@
-"""Training speed of models/small.toml, fp32, against PyTorch eager on the same two cores.
+"""Training speed of models/small.toml, fp32, against PyTorch eager on the same cores.
 
     pip install "mpipar[mpich,bench]"
     python tests/bench/against_torch.py [--rounds 7] [--torch-python PYTHON]
 
-Both are started once, sleep, and make steps in turn; medians and their ratio are printed.
+Both are started once, sleep, and make steps in turn; medians and ratios are printed.
 """
 
 import argparse
@@ -24,7 +24,11 @@ class Rival:
     """A job that makes steps on demand."""
 
     def __init__(self, name: str, command: list[str], ranks: int, folder: Path) -> None:
-        self.name, self.ranks, self.folder = name, ranks, folder / name.replace(" ", "-")
+        self.name, self.ranks, self.folder = (
+            name,
+            ranks,
+            folder / name.replace(" ", "-"),
+        )
         self.folder.mkdir()
         slow = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
         env = {k: v for k, v in os.environ.items() if k not in slow}
@@ -75,7 +79,10 @@ def main() -> None:
             Rival("torch 2 threads", torch, 1, Path(folder)),
             Rival("mpipar dp 2", [*mpi, "2", *worker], 2, Path(folder)),
             Rival(
-                "mpipar tp 2", [*mpi, "2", *worker, "parallel.tensor=2"], 2, Path(folder)
+                "mpipar tp 2",
+                [*mpi, "2", *worker, "parallel.tensor=2"],
+                2,
+                Path(folder),
             ),
         ]
         for rival in rivals:

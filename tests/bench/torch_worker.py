@@ -35,7 +35,10 @@ class Gpt(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, context: int, vocab: int):
         super().__init__()
-        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        self.token, self.position = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         for name, p in self.named_parameters():

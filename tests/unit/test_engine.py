@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from mpipar.models import build_model
 from parity.build import (
     count_valid,
     cut_batch,
@@ -22,6 +21,7 @@ from mpipar.engine import Engine
 from mpipar.engine.schedule import learning_rate
 from mpipar.errors import ShapeError
 from mpipar.grid import serial_grid
+from mpipar.models import build_model
 from mpipar.ops import make_ops
 from mpipar.pipeline.executor import Executor
 from mpipar.pipeline.schedules import Action, forward_only, single_stage

@@ -24,7 +24,6 @@ from layer_cases import (
 from layer_cases import head as make_head
 from layer_cases import loss as make_loss
 from layer_cases import row as make_row
-from mpipar.models import build_model
 from numeric import assert_close
 
 from mpipar.comm.null import NullCommunicator
@@ -33,6 +32,7 @@ from mpipar.layers.base import Step, nbytes
 from mpipar.layers.cache import KeyValueCache
 from mpipar.layers.parameter import Parameter, Stack, cut
 from mpipar.layers.stream import Stream
+from mpipar.models import build_model
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.zero.adamw import AdamW, Hyper
 from mpipar.zero.flat import FlatState
