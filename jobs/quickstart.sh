@@ -16,4 +16,4 @@ rm -rf "$run"
 mpiexec -n 4 mpipar train "$root/jobs/quickstart.toml" --out "$run" \
     ${progress[@]+"${progress[@]}"} "$@"
 echo
-mpipar generate "$run" --prompt "def " --tokens 300
+mpipar generate "$run" --prompt "def " --tokens 250

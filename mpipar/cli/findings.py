@@ -77,16 +77,10 @@ def _cores(facts: Sequence[Facts]) -> Finding:
 
 
 def _waiting_advice(mpi: str) -> str:
+    advice = "More ranks than cores: waiting ranks take time from computing ones."
     if "Open MPI" in mpi:
-        return (
-            "More ranks than cores: fine with mpiexec --oversubscribe --bind-to none."
-        )
-    if "MPICH" in mpi:
-        return (
-            "More ranks than cores: on one machine mpiexec.gforker lets waiting ranks "
-            "give way to computing ones; mpiexec (Hydra) does not."
-        )
-    return "More ranks than cores: waiting ranks take time from computing ones."
+        return f"{advice} Use mpiexec --oversubscribe, which binds no rank."
+    return f"{advice} Open MPI's mpiexec --oversubscribe waits more politely."
 
 
 def _blas(facts: Sequence[Facts]) -> Finding:

@@ -46,19 +46,22 @@ class Host:
         return host
 
 
-class Staged:
+class Staged(Host):
     """CuPy arrays through a copy in host memory, ordered with the current stream.
 
     ``pull`` returns when the kernels that write ``x`` are done and its values are in
-    host memory; ``push`` and ``give`` return when the values are on the device.
+    host memory; ``push`` and ``give`` return when the values are on the device. NumPy
+    arrays, such as a step's few scalars, go as they are.
     """
 
     def pull(self, x: Array) -> np.ndarray:
+        if isinstance(x, np.ndarray):
+            return super().pull(x)
         import cupy
 
         if not isinstance(x, cupy.ndarray):
             raise DeviceError(
-                f"messages from device memory need a cupy.ndarray, not "
+                f"messages need a numpy.ndarray or a cupy.ndarray, not "
                 f"{type(x).__module__}.{type(x).__name__}"
             )
         host = cupy.asnumpy(x, order="C")
@@ -66,9 +69,14 @@ class Staged:
         return host
 
     def push(self, host: np.ndarray, x: Array) -> None:
-        x[...] = self.give(host.reshape(x.shape), x)
+        if isinstance(x, np.ndarray):
+            super().push(host, x)
+        else:
+            x[...] = self.give(host.reshape(x.shape), x)
 
     def give(self, host: np.ndarray, like: Array) -> Array:
+        if isinstance(like, np.ndarray):
+            return host
         import cupy
 
         x = cupy.asarray(host)

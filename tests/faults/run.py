@@ -102,6 +102,13 @@ class Run:
         files = self.folder.glob("status.*")
         return {int(file.suffix[1:]): int(file.read_text()) for file in files}
 
+    def wait_for_fault(self, timeout: float = 40) -> None:
+        """Return once a planted fault has happened."""
+        until = time.monotonic() + timeout
+        while not (self.folder / "fault").exists():
+            assert time.monotonic() < until, self.output
+            time.sleep(0.01)
+
     def since_fault(self) -> float:
         """Seconds since the first planted fault."""
         return time.time() - float((self.folder / "fault").read_text().split()[0])

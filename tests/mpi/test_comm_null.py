@@ -87,5 +87,6 @@ def test_device_arrays_are_staged_through_host_memory(cupy):
     transport.push(host.reshape(-1) + 1, x)
     assert x.values.tolist() == [[1, 4], [2, 5], [3, 6]] and cupy.synced
     assert isinstance(transport.give(host, x), cupy.ndarray)
-    with pytest.raises(DeviceError, match=r"numpy\.ndarray"):
-        transport.pull(host)
+    assert transport.pull(host) is host and transport.give(host, host) is host
+    with pytest.raises(DeviceError, match=r"builtins\.list"):
+        transport.pull([1.0])

@@ -164,3 +164,11 @@ def test_the_command_exits_with_1_and_names_the_fault(verify, fault, words, kind
     assert verdict["first_difference"]["name"] == name
     if name:
         assert name in done.output
+
+
+def test_a_verdict_that_cannot_be_written_is_told_in_one_line(verify):
+    done, verdict = verify("", "--json", "/nowhere/verdict.json")
+    assert verdict is None
+    assert done.status not in (0, 1)
+    assert done.output.count("/nowhere/verdict.json") == 1
+    assert "Traceback" not in done.output

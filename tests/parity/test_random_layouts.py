@@ -84,7 +84,7 @@ def on_ranks(examples: int, *marks: pytest.MarkDecorator) -> pytest.MarkDecorato
     return pytest.mark.parametrize("examples", params)
 
 
-@on_ranks(5)
+@on_ranks(8)
 def test_a_drawn_recipe_agrees(comm, examples):
     check(comm, examples)
 

@@ -2,7 +2,7 @@
 
 MPIPAR_TEST_FAULT holds "module:attribute:rank:kind:call", several with spaces between.
 
-module     wrapped once it has been imported
+module     wrapped once it has been imported, at once where it is there already
 attribute  function or Class.method; left out, the fault happens on import
 rank       as the launcher counts, or * for all
 kind       raise     RuntimeError
@@ -11,7 +11,7 @@ kind       raise     RuntimeError
            kill      SIGKILL to the own process
            stop      SIGSTOP to the own process
            loop      computes for ever
-           slow      half a second of sleep, then as always
+           slow      two seconds of sleep, then as always
            skip      returns the first argument, does nothing
            small     no file may grow beyond 4 KiB from here on
 call       which call it happens in, from 1; * is every call
@@ -44,7 +44,7 @@ def _happen(kind):
     while kind == "loop":
         pass
     if kind == "slow":
-        time.sleep(0.5)
+        time.sleep(2)
     if kind == "small":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -99,5 +99,8 @@ class _Planter:
 
 _FAULTS = [f.split(":") for f in os.environ.get("MPIPAR_TEST_FAULT", "").split()]
 _FAULTS = [fault for fault in _FAULTS if fault[2] in (_RANK, "*")]
+for _name, _attribute, _, _kind, _call in _FAULTS:
+    if _name in sys.modules:
+        _plant(sys.modules[_name], _attribute, _kind, _call)
 if _FAULTS:
     sys.meta_path.insert(0, _Planter(_FAULTS))
