@@ -28,6 +28,10 @@ class ConfigError(MpiparError, ValueError):
         lines = "".join(f"\n  - {v}" for v in self.violations)
         super().__init__(f"{title} has {count} {noun}:{lines}")
 
+    def __reduce__(self) -> tuple:
+        # Exceptions travel by their message; this one is made from its parts.
+        return type(self), (self.violations, self.title), {"agreed": self.agreed}
+
 
 class DataError(MpiparError, ValueError):
     """A corpus, token file or tokenizer cannot be used as it is."""

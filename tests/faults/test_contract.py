@@ -249,6 +249,74 @@ def test_after_bad_data_the_same_folder_can_be_used(tmp_path: Path) -> None:
     assert (first.status, second.status) == (2, 0), second.output
 
 
+def generated(n: int, *words: object, **env: str) -> str:
+    """What generation prints; it must end well."""
+    job = mpipar(n, "generate", *words, **env)
+    assert (job.status, job.late, job.left) == (0, False, []), job.output
+    return job.output
+
+
+def test_generation_does_not_show_the_ranks(finished: dict[int, Finished]) -> None:
+    folder = finished[2].folder
+    words = (folder, "--prompt", "4", "--tokens", 14, "--seed", 3)
+    alone = generated(1, *words)
+    assert alone.startswith("4") and len(alone) > 8
+    assert generated(2, *words) == alone
+    # From the checkpoint of the other layout, given by its folder.
+    other = finished[1].folder / "checkpoints" / "step_00000006"
+    assert generated(2, other, *words[1:], "--temperature", 0) == generated(
+        1, folder, *words[1:], "--temperature", 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens=-1", "--top-k=-2", "--temperature=-0.5"], "3 problems"),
+        (["model.heads=4", "parallel.tensor=x"], "parallel.tensor"),
+        (["--prompt", "x" * 17], "17 tokens"),
+    ],
+    ids=["negative", "override", "long prompt"],
+)
+def test_generation_refuses_what_it_cannot_do(
+    finished: dict[int, Finished], words: list[str], said: str
+) -> None:
+    folder = finished[1].folder
+    with start(2, "generate", folder, "--prompt", "1", *words, note=True) as run:
+        job = run.job.result()
+        assert run.statuses() == {0: 2, 1: 2}, job.output
+    assert job.status == 2 and job.left == []
+    assert job.output.count("mpipar: ") == 1 and said in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize("case", ["missing", "damaged"])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_checkpoint_of_no_use_is_refused(tmp_path: Path, case: str, n: int) -> None:
+    file = tmp_path / "model.h5"
+    if case == "damaged":
+        file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
+    with start(n, "generate", file, "--prompt", "x", note=True) as run:
+        job = run.job.result()
+        assert run.statuses() == dict.fromkeys(range(n), 4), job.output
+    assert job.status == 4 and job.left == []
+    assert job.output.count("mpipar: ") == 1 and str(file) in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    ["ascii", *(pytest.param(e, marks=pytest.mark.full) for e in ("latin-1", "utf-8"))],
+)
+def test_text_reaches_a_terminal_of_any_encoding(
+    finished: dict[int, Finished], encoding: str
+) -> None:
+    # An undecodable byte in the command line arrives as a lone surrogate.
+    words = ("--prompt", "\udcff €", "--tokens", 5)
+    output = generated(0, finished[1].folder, *words, PYTHONIOENCODING=encoding)
+    assert len(output) > 3
+
+
 @pytest.mark.full
 def test_eight_ranks_train_tiny_in_a_minute(tmp_path: Path) -> None:
     """A34"""

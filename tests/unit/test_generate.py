@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config import Recipe, read_recipe
+from mpipar.config import read_recipe
 from mpipar.data import load_tokenizer
 from mpipar.errors import ConfigError
 from mpipar.generate.run import _check, _encode, _Printer, generate
@@ -36,7 +36,7 @@ precision = "{precision}"
 """
 
 
-def lively_model(family: str, precision: str, kv_heads: int) -> tuple[Model, Ops, Recipe]:
+def lively_model(family: str, precision: str, kv_heads: int) -> tuple[Model, Ops]:
     """A model whose weights are large enough to make different tokens likely."""
     text = TEXT.format(family=family, precision=precision, kv_heads=kv_heads)
     recipe = read_recipe(text, ranks=1)
@@ -45,7 +45,7 @@ def lively_model(family: str, precision: str, kv_heads: int) -> tuple[Model, Ops
     flat = FlatState(list(model.unit_parameters()), ops)
     flat.initialize(7)
     flat.data *= 12
-    return model, ops, recipe
+    return model, ops
 
 
 def continued(
@@ -61,7 +61,7 @@ def continued(
     ("family", "kv_heads"), [("gpt", 4), ("gpt", 2), ("llama", 2), ("llama", 1)]
 )
 def test_the_cache_changes_no_token(family: str, kv_heads: int, precision: str) -> None:
-    model, ops, _ = lively_model(family, precision, kv_heads)
+    model, ops = lively_model(family, precision, kv_heads)
     prompt = [5, 99, 3]
     tokens = continued(model, ops, prompt, 16)
     assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
@@ -79,12 +79,12 @@ def test_the_cache_changes_no_token(family: str, kv_heads: int, precision: str) 
 def test_generation_ends_where_the_context_is_full(
     start: int, asked: int, drawn: int
 ) -> None:
-    model, ops, _ = lively_model("gpt", "fp64", 4)
+    model, ops = lively_model("gpt", "fp64", 4)
     assert len(continued(model, ops, range(start), asked)) == drawn
 
 
 def test_a_draw_depends_on_seed_and_place_alone() -> None:
-    model, ops, _ = lively_model("llama", "fp64", 2)
+    model, ops = lively_model("llama", "fp64", 2)
     hot = {"temperature": 1.5}
     first = continued(model, ops, [1, 2], 12, **hot, seed=3)
     assert continued(model, ops, [1, 2], 12, **hot, seed=3) == first
@@ -135,7 +135,8 @@ def test_top_k_keeps_the_lowest_ids_among_equals() -> None:
 
 def test_draws_follow_the_softmax() -> None:
     shares = np.array([0.5, 0.3, 0.15, 0.05])
-    draws = [drawn(2 * np.log(shares), temperature=2.0, position=p) for p in range(4000)]
+    logits = 2 * np.log(shares)
+    draws = [drawn(logits, temperature=2.0, position=p) for p in range(4000)]
     found = np.bincount(draws, minlength=4) / len(draws)
     # Five standard deviations of a share of 4000 draws.
     assert np.abs(found - shares).max() < 5 * np.sqrt(0.25 / len(draws))
