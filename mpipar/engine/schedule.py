@@ -15,7 +15,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return o.lr * (step + 1) / o.warmup
     if o.schedule == "constant":
         return o.lr
-    progress = min(1.0, (step - o.warmup) / max(1, steps - 1 - o.warmup))
+    span = steps - 1 - o.warmup
+    progress = min(1.0, (step - o.warmup) / span) if span > 0 else 1.0
     return o.lr * (
         o.min_lr + (1.0 - o.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
     )

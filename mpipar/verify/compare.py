@@ -25,8 +25,7 @@ class Comparison:
     def add(self, name: str, error: float) -> None:
         """Notes the error of one tensor in one step; NaN is larger than any number."""
         self.count += 1
-        known = self.errors.get(name, 0.0)
-        self.errors[name] = known if known >= error else error
+        self.errors[name] = larger(self.errors.get(name, 0.0), error)
 
     def worst(self, most: int) -> list[tuple[str, float]]:
         """(name, error) of the tensors that differ most, NaN first."""
@@ -37,7 +36,18 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """{"worst": {"name", "relative_error"}, "count"}"""
         name, error = self.worst(1)[0] if self.errors else (None, 0.0)
-        return {"worst": {"name": name, "relative_error": error}, "count": self.count}
+        worst = {"name": name, "relative_error": finite(error)}
+        return {"worst": worst, "count": self.count}
+
+
+def larger(known: float, error: float) -> float:
+    """The larger of two errors; once NaN, always NaN."""
+    return known if math.isnan(known) or known >= error else error
+
+
+def finite(error: float) -> float | None:
+    """The error, or None (null in JSON) where it is no finite number."""
+    return error if math.isfinite(error) else None
 
 
 def relative(value: float, exact: float) -> float:

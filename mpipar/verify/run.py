@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 
 from mpipar.checkpoint import global_arrays
+from mpipar.comm import raise_together
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler
 from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
-from mpipar.verify.compare import Comparison, relative, tensor_errors
+from mpipar.verify.compare import (
+    Comparison,
+    finite,
+    larger,
+    relative,
+    tensor_errors,
+)
 
 TOLERANCE = 1e-10
 
@@ -47,8 +54,8 @@ class Verdict:
             "passed": self.passed,
             "tolerance": self.tolerance,
             "layout": self.layout,
-            "loss": {"relative_error": self.loss},
-            "grad_norm": {"relative_error": self.grad_norm},
+            "loss": {"relative_error": finite(self.loss)},
+            "grad_norm": {"relative_error": finite(self.grad_norm)},
             "gradients": self.gradients.as_dict(),
             "weights": self.weights.as_dict(),
             "first_difference": self.first,
@@ -89,10 +96,11 @@ def run_verification(
         for step in range(steps):
             _compare_step(step, layout, sampler, serial, verdict)
         _compare_tensors(steps, "weights", layout, serial, verdict)
+        error = None
         if serial is not None:
             report(verdict, grid.describe())
-            if json_path is not None:
-                _write(json_path, verdict)
+            error = _write(json_path, verdict)
+        raise_together(error, grid.world)
         return grid.world.broadcast_obj(verdict.passed)
 
 
@@ -132,12 +140,12 @@ def _compare_step(
             serial.sampler.train_batches(step), serial.sampler.valid_tokens
         )
         loss = relative(result.loss, exact.loss)
-        verdict.loss = max(verdict.loss, loss)
+        verdict.loss = larger(verdict.loss, loss)
         verdict.note(step + 1, "loss", None, loss)
     _compare_tensors(step + 1, "gradients", layout, serial, verdict)
     if serial is not None:
         norm = relative(result.grad_norm, exact.grad_norm)
-        verdict.grad_norm = max(verdict.grad_norm, norm)
+        verdict.grad_norm = larger(verdict.grad_norm, norm)
         verdict.note(step + 1, "grad_norm", None, norm)
 
 
@@ -186,10 +194,14 @@ def report(verdict: Verdict, layout: str) -> None:
         )
 
 
-def _write(path: Path, verdict: Verdict) -> None:
+def _write(path: Path | None, verdict: Verdict) -> CheckpointError | None:
+    """Writes the verdict where a path is given; what went wrong, if anything."""
+    if path is None:
+        return None
     try:
         path.write_text(
             json.dumps(verdict.as_dict(), indent=2) + "\n", encoding="utf-8"
         )
     except OSError as problem:
-        raise CheckpointError(f"cannot write {path}: {problem}") from problem
+        return CheckpointError(f"cannot write {path}: {problem}")
+    return None

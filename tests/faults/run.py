@@ -16,6 +16,7 @@ from launcher import Job, environment, members, mpiexec, run_job
 BESIDE = Path(sys.executable).parent
 SCRIPT = [str(BESIDE / "mpipar")]
 MODULE = [sys.executable, "-m", "mpipar"]
+IS_OPENMPI = Path(mpiexec()[0]).with_name("prterun").exists()
 INJECT = str(Path(__file__).with_name("inject"))
 # Lets the shell live on when a launcher signals it, and writes down how mpipar ended.
 _NOTE_STATUS = """trap : INT TERM; "$@"; status=$?
@@ -97,10 +98,16 @@ class Run:
         self.until = time.monotonic() + timeout
         return self.job.result()
 
-    def statuses(self) -> dict[int, int]:
-        """Exit status of each rank that had one, where `note` was set."""
+    def all_ended_with(self, status: int, n: int) -> bool:
+        """True if that was the exit status of all n ranks; `note` must be set.
+
+        Open MPI ends the ranks that are on their way out when the first has left.
+        """
         files = self.folder.glob("status.*")
-        return {int(file.suffix[1:]): int(file.read_text()) for file in files}
+        found = {int(file.suffix[1:]): int(file.read_text()) for file in files}
+        if IS_OPENMPI:
+            return status in found.values() and set(found.values()) <= {status, 143}
+        return found == dict.fromkeys(range(n), status)
 
     def wait_for_fault(self, timeout: float = 40) -> None:
         """Return once a planted fault has happened."""

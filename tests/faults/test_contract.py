@@ -161,7 +161,7 @@ def test_a_wrong_recipe_is_refused_by_all_at_once(tmp_path: Path, n: int) -> Non
     before = files(tmp_path)
     with start(n, "train", recipe, *WRONG, note=True, cwd=tmp_path) as run:
         job = run.job.result()
-        assert run.statuses() == dict.fromkeys(range(n), 2), job.output
+        assert run.all_ended_with(2, n), job.output
     assert (job.status, job.late, job.left) == (2, False, [])
     assert job.output.count("mpipar: the recipe has") == 1
     assert job.output.count("\n  - ") == len(WRONG)
@@ -179,7 +179,7 @@ def test_a_run_folder_that_cannot_be_is_refused(tmp_path: Path, below: bool) -> 
     out = blocked / "run" if below else blocked
     with start(2, "train", recipe, "--out", out, note=True) as run:
         job = run.job.result()
-        assert run.statuses() == {0: 2, 1: 2}, job.output
+        assert run.all_ended_with(2, 2), job.output
     assert (job.status, job.late, job.left) == (2, False, [])
     assert job.output.count(f"cannot write the run folder {out}") == 1
     assert "Traceback" not in job.output
@@ -225,7 +225,7 @@ def test_bad_data_is_refused_before_training(
         words[1] = "data.validation=0"
     with start(n, "train", recipe, *words, note=True) as run:
         job = run.job.result()
-        assert run.statuses() == dict.fromkeys(range(n), 2), job.output
+        assert run.all_ended_with(2, n), job.output
     assert (job.status, job.late, job.left) == (2, False, [])
     assert job.output.count("mpipar: ") == 1 and "Traceback" not in job.output
     assert all(word in job.output for word in said)
@@ -284,7 +284,7 @@ def test_generation_refuses_what_it_cannot_do(
     folder = finished[1].folder
     with start(2, "generate", folder, "--prompt", "1", *words, note=True) as run:
         job = run.job.result()
-        assert run.statuses() == {0: 2, 1: 2}, job.output
+        assert run.all_ended_with(2, 2), job.output
     assert job.status == 2 and job.left == []
     assert job.output.count("mpipar: ") == 1 and said in job.output
     assert "Traceback" not in job.output
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_no_use_is_refused(tmp_path: Path, case: str, n: int) ->
         file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
     with start(n, "generate", file, "--prompt", "x", note=True) as run:
         job = run.job.result()
-        assert run.statuses() == dict.fromkeys(range(n), 4), job.output
+        assert run.all_ended_with(4, n), job.output
     assert job.status == 4 and job.left == []
     assert job.output.count("mpipar: ") == 1 and str(file) in job.output
     assert "Traceback" not in job.output

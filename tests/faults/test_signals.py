@@ -1,22 +1,23 @@
 """A signal ends a run at the next step, with everything saved.
 
 What launchers do when they are signalled themselves, as measured:
-MPICH mpiexec   SIGINT and SIGTERM go on to every rank; the run saves, status 3
-gforker         is deaf to both; the terminal's Ctrl-C reaches the ranks directly
-Open MPI        ranks get SIGTERM and 0.25 s later SIGKILL: too soon for a save, status 1
-Ctrl-C on a terminal signals the launcher's process group: only gforker's ranks are in it.
+MPICH mpiexec  passes SIGINT and SIGTERM on to every rank: the run saves, status 3
+gforker        is deaf to both; the terminal's Ctrl-C reaches its ranks directly
+Open MPI       ranks get SIGTERM and 0.25 s later SIGKILL: no time to save, status 1
+Ctrl-C on a terminal signals the launcher's process group; only gforker's ranks are in
+it. A signal to ranks alone, or to one of them, works under each: status 3.
 """
 
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from faults.run import BESIDE, Run, start, write_recipe
+from faults.run import BESIDE, IS_OPENMPI, Run, start, write_recipe
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
-IS_OPENMPI = (BESIDE / "prterun").exists() and "MPIPAR_MPIEXEC" not in os.environ
 GFORKER = BESIDE / "mpiexec.gforker"
 needs_mpich = pytest.mark.skipif(IS_OPENMPI, reason="Open MPI kills at once")
 needs_gforker = pytest.mark.skipif(not GFORKER.exists(), reason="no mpiexec.gforker")
@@ -46,7 +47,7 @@ def check_stopped(run: Run, folder: Path) -> None:
     """The run has ended at a step boundary, saved, and status 3 on every rank."""
     job = run.end()
     assert (job.status, job.late, job.left) == (3, False, []), job.output
-    assert run.statuses() == {0: 3, 1: 3}, job.output
+    assert run.all_ended_with(3, 2), job.output
     summary = json.loads((folder / "run" / "summary.json").read_text())
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert summary["stopped"] is True and summary["steps"] == len(lines)
@@ -134,8 +135,9 @@ def test_a_signal_in_the_last_save_does_not_lose_the_run(tmp_path: Path) -> None
         run.wait_for_fault()
         send(run, TERM, "all")
         job = run.end()
-        assert set(run.statuses().values()) <= {0, 3}, job.output
-    assert job.left == [] and (tmp_path / "run" / "summary.json").exists(), job.output
+        assert job.status in (0, 3) and job.left == [], job.output
+        assert run.all_ended_with(job.status, 2), job.output
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
@@ -144,6 +146,8 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     with endless(tmp_path, MPIPAR_TEST_FAULT=slow) as run:
         run.wait_for_fault()
         send(run, INT, "all")
+        # Signals that wait for the same process become one.
+        time.sleep(0.3)
         send(run, INT, "rank 1")
         job = run.end(20)
     assert job.status not in (0, 3) and not job.late and job.left == [], job.output

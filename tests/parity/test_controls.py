@@ -170,5 +170,5 @@ def test_a_verdict_that_cannot_be_written_is_told_in_one_line(verify):
     done, verdict = verify("", "--json", "/nowhere/verdict.json")
     assert verdict is None
     assert done.status not in (0, 1)
-    assert done.output.count("/nowhere/verdict.json") == 1
+    assert done.output.count("cannot write /nowhere/verdict.json") == 1
     assert "Traceback" not in done.output

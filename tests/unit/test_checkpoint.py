@@ -83,7 +83,7 @@ def test_a_draft_is_never_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocked", ["checkpoints", "checkpoints/latest.tmp"])
-def test_a_save_that_cannot_be_leaves_the_last_one(tmp_path: Path, blocked: str) -> None:
+def test_a_failed_save_leaves_the_last_one(tmp_path: Path, blocked: str) -> None:
     if blocked == "checkpoints":
         (tmp_path / blocked).write_text("a file")
     else:
