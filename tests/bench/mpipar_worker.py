@@ -20,7 +20,8 @@ def main() -> None:
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
     world = MPI.COMM_WORLD
     text = find_recipe("small").read_text()
-    recipe = read_recipe(text, overrides, ranks=world.size)
+    same = ["optimizer.warmup=0", "optimizer.schedule=constant"]
+    recipe = read_recipe(text, [*same, *overrides], ranks=world.size)
     grid, ops = open_grid(recipe, world)
     engine = Engine(recipe, grid, ops)
     tokens, labels = np.random.default_rng(0).integers(0, 256, (2, 16, 256))
