@@ -6,6 +6,7 @@ disk and renamed, then `latest` is moved: a checkpoint that has its name is comp
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ import h5py
 import numpy as np
 
 from mpipar.checkpoint.gather import global_arrays
+from mpipar.checkpoint.patient_file import PatientFile
 from mpipar.comm import raise_together
-from mpipar.errors import CheckpointError
+from mpipar.errors import CheckpointError, ConfigError
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
 
@@ -62,13 +64,15 @@ class _Writer:
         self.final, self.draft = final, final.with_name(final.name + ".tmp")
         self.error: CheckpointError | None = None
         self._file: h5py.File | None = None
+        self._disk: PatientFile | None = None
 
     def open(self, attributes: dict[str, Any]) -> None:
         """Begins the file, in place of what a dead run may have left."""
         with self._noting_errors():
             shutil.rmtree(self.draft, ignore_errors=True)
             self.draft.mkdir(parents=True)
-            self._file = h5py.File(self.draft / MODEL, "w")
+            self._disk = PatientFile(self.draft / MODEL)
+            self._file = h5py.File(self._disk, "w")
             for key, value in (HEADER | attributes).items():
                 self._file.attrs[key] = value
 
@@ -77,12 +81,14 @@ class _Writer:
         if self.error is None:
             with self._noting_errors():
                 self._file[name.replace(".", "/")] = array
+                self._disk.check()
 
     def commit(self) -> None:
         """Makes the draft durable, gives it its name, then moves `latest`."""
         if self._file is not None:
             with self._noting_errors():
                 self._file.close()
+                self._disk.close()
         if self.error is not None:
             shutil.rmtree(self.draft, ignore_errors=True)
             return
@@ -102,7 +108,8 @@ class _Writer:
         try:
             yield
         except (OSError, RuntimeError) as problem:
-            self.error = CheckpointError(f"cannot save {self.final}: {problem}")
+            if self.error is None:
+                self.error = CheckpointError(f"cannot save {self.final}: {problem}")
 
 
 def _flush(path: Path) -> None:
@@ -125,47 +132,69 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, path / "checkpoints"):
         pointer = folder / "latest"
         if pointer.is_file():
-            found = folder / pointer.read_text().strip() / MODEL
-            if found.is_file():
-                return found
-            raise CheckpointError(f"{pointer} names {found}, which does not exist")
-    raise CheckpointError(
+            name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+            if re.fullmatch(r"step_\d+", name) and (folder / name / MODEL).is_file():
+                return folder / name / MODEL
+            raise CheckpointError(f"{pointer} names {name[:80]!r}, no checkpoint here")
+    error = CheckpointError(
         f"{path} is no checkpoint: expected {MODEL}, or a run folder with "
         "checkpoints/latest"
     )
+    # The command names the wrong place; nothing is damaged.
+    error.exit_code = ConfigError.exit_code
+    raise error
 
 
 def read_recipe_text(file: Path) -> str:
     """The recipe stored with the weights.
 
-    Raises CheckpointError where the file was not written by mpipar.
+    Raises CheckpointError where the file cannot be read or is not one of ours.
     """
-    try:
-        with h5py.File(file, "r", locking=False) as h5:
-            if any(h5.attrs.get(key) != value for key, value in HEADER.items()):
+    with _reading(file) as h5:
+        for key, value in HEADER.items():
+            if not np.array_equal(h5.attrs.get(key), value):
                 raise CheckpointError(f"{file} is not a checkpoint of this version")
-            return str(h5.attrs["recipe"])
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {file}: {problem}") from problem
+        recipe = h5.attrs.get("recipe")
+        if not isinstance(recipe, str):
+            raise CheckpointError(f"{file} holds no recipe")
+        return recipe
 
 
 def load_weights(file: Path, parameters: Sequence[Parameter], ops: Ops) -> None:
     """Fills every parameter with this rank's box of the saved array.
 
-    Raises CheckpointError that names each parameter that is missing or has another
-    shape.
+    Raises CheckpointError that names each parameter that is missing, has another shape
+    or cannot be read.
     """
-    problems = []
-    with h5py.File(file, "r", locking=False) as h5:
-        for p in parameters:
-            key = p.name.replace(".", "/")
-            saved = h5.get(key)
-            if not isinstance(saved, h5py.Dataset):
-                problems.append(f"{p.name} is missing")
-            elif saved.shape != p.shape:
-                problems.append(f"{p.name} has shape {saved.shape}, expected {p.shape}")
-            else:
-                region = tuple(slice(lo, hi) for lo, hi in p.box)
-                p.data[...] = ops.asarray(saved[region])
+    with _reading(file) as h5:
+        problems = [_load(h5, p, ops) for p in parameters]
+    problems = [problem for problem in problems if problem]
     if problems:
         raise CheckpointError(f"{file}: " + "; ".join(problems))
+
+
+def _load(h5: h5py.File, p: Parameter, ops: Ops) -> str | None:
+    """Fills one parameter; what was wrong, if anything."""
+    saved = h5.get(p.name.replace(".", "/"))
+    if not isinstance(saved, h5py.Dataset):
+        return f"{p.name} is missing"
+    if saved.shape != p.shape:
+        return f"{p.name} has shape {saved.shape}, expected {p.shape}"
+    if saved.dtype.kind != "f":
+        return f"{p.name} has type {saved.dtype}, expected a floating-point one"
+    try:
+        p.data[...] = ops.asarray(saved[tuple(slice(lo, hi) for lo, hi in p.box)])
+    except OSError as problem:
+        return f"{p.name} cannot be read: {problem}"
+    return None
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[h5py.File]:
+    """The file, open for reading; locks are not needed for that."""
+    try:
+        h5 = h5py.File(file, "r", locking=False)
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {file}: {problem}") from problem
+    with h5:
+        yield h5

@@ -7,13 +7,15 @@ import argparse
 import importlib
 import os
 import sys
+import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from types import ModuleType
 
-from mpipar.cli.launch import read_launch
+from mpipar.cli.launch import FAILED, LAST_WORDS_S, Launch, read_launch
 
 COMMANDS = {
     "train": "train a recipe",
@@ -42,11 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Read the launcher's word before MPI starts: some libraries set the same variables.
     launch = read_launch(os.environ)
-    args, command = _parse(sys.argv[1:] if argv is None else argv, launch.speaks)
+    try:
+        args, command = _parse(sys.argv[1:] if argv is None else argv, launch.speaks)
 
-    from mpipar.cli.world import run_in_world
-
+        from mpipar.cli.world import run_in_world
+    except Exception as error:
+        return _end_job(error, launch)
     return run_in_world(command, args, launch)
+
+
+def _end_job(error: Exception, launch: Launch) -> int:
+    """Tell of an error that came before MPI was started, and end the other ranks.
+
+    They wait for this one inside MPI's own start.
+    """
+    who = f"[rank {launch.rank} of {launch.size}] " if launch.size else ""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    sys.stderr.write("".join(f"{who}{line}\n" for line in lines))
+    sys.stderr.flush()
+    if launch.size:
+        from mpi4py import MPI
+
+        time.sleep(LAST_WORDS_S)
+        MPI.COMM_WORLD.Abort(FAILED)
+    return FAILED
 
 
 def _parse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     """Print the prompt and its continuation; return the exit status."""
     from mpipar.generate import run_generation
+
+    # A terminal that cannot show a character gets "?" for it, not a traceback.
+    sys.stdout.reconfigure(errors="replace")
 
     run_generation(
         args.checkpoint,

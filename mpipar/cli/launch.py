@@ -12,6 +12,11 @@ THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
 )
 
+# Exit status of a job in which a rank failed.
+FAILED = 4
+# A launcher may drop what it has not read from a rank's stderr when the job is aborted.
+LAST_WORDS_S = 0.25
+
 # The step ids that Slurm gives to a batch script and to an interactive shell.
 _SLURM_SHELLS = {"", "batch", "interactive", "4294967291", "4294967290"}
 

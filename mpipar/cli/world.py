@@ -5,11 +5,14 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from types import ModuleType
 
 from mpipar.cli.launch import (
+    FAILED,
+    LAST_WORDS_S,
     Launch,
     singleton_message,
     thread_settings,
@@ -22,8 +25,6 @@ with warnings.catch_warnings():
     # mpi4py warns of a wrong launcher on every rank; the check below says it once.
     warnings.simplefilter("ignore", RuntimeWarning)
     from mpi4py import MPI
-
-FAILED = 4
 
 
 def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) -> int:
@@ -95,5 +96,6 @@ def _abort(world: MPI.Comm, error: BaseException | None) -> int:
     sys.stdout.flush()
     sys.stderr.write("".join(f"{who}{line}\n" for line in lines))
     sys.stderr.flush()
+    time.sleep(LAST_WORDS_S)
     world.Abort(FAILED)
     return FAILED

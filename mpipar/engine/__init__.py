@@ -1,6 +1,13 @@
 """One optimizer step of a model on a layout, and what it takes to set it up."""
 
-from mpipar.engine.engine import Engine, StepResult
+from mpipar.engine.engine import Engine, StepResult, finite
 from mpipar.engine.setup import load_vocabulary, make_sampler, open_grid
 
-__all__ = ["Engine", "StepResult", "load_vocabulary", "make_sampler", "open_grid"]
+__all__ = [
+    "Engine",
+    "StepResult",
+    "finite",
+    "load_vocabulary",
+    "make_sampler",
+    "open_grid",
+]

@@ -4,6 +4,7 @@ Training and verification both run it; a serial model is the same engine on a gr
 axes all have size 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,11 @@ class StepResult:
     lr: float
     updated: bool
     stop: int
+
+
+def finite(number: float) -> float | None:
+    """The number, or None (null in JSON, which knows no NaN) where it is not finite."""
+    return number if math.isfinite(number) else None
 
 
 class Engine:

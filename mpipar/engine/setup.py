@@ -2,40 +2,57 @@
 
 from typing import Any
 
-from mpipar.comm import Host, Staged
+from mpipar.comm import Host, Staged, raise_together
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler, Tokenizer, load_tokenizer, load_tokens
+from mpipar.errors import ConfigError, DataError, DeviceError
 from mpipar.grid import Grid
 from mpipar.ops import Ops, make_ops
-
-
-def load_vocabulary(recipe: Recipe, ranks: int) -> tuple[Recipe, Tokenizer]:
-    """The tokenizer, and the recipe with its vocabulary filled in and checked again.
-
-    Raises DataError where the tokenizer cannot be read, ConfigError where the
-    vocabulary does not suit the layout; both on all ranks alike.
-    """
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
-    if recipe.model.vocab == 0:
-        recipe = replace(recipe, {"model.vocab": tokenizer.size})
-    return resolve(recipe, ranks), tokenizer
 
 
 def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
     """The rank grid and this rank's ops; the caller closes the grid.
 
-    world   MPI communicator of all ranks
+    world    MPI communicator of all ranks
+    Raises   DeviceError on all ranks together where one has not the device
     """
-    ops = make_ops(recipe.train.device, recipe.train.precision)
-    transport = Host() if ops.on_host else Staged()
+    ops, error = None, None
+    try:
+        ops = make_ops(recipe.train.device, recipe.train.precision)
+    except DeviceError as problem:
+        error = problem
     grid = Grid(
         world,
         recipe.parallel.axes,
         recipe.parallel.order,
         timeout_s=recipe.log.timeout_s,
-        transport=transport,
+        transport=Host() if ops is None or ops.on_host else Staged(),
     )
+    try:
+        raise_together(error, grid.world)
+    except DeviceError:
+        grid.close()
+        raise
     return grid, ops
+
+
+def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
+    """The tokenizer, and the recipe with its vocabulary filled in and checked again.
+
+    world    communicator of all ranks
+    Raises   DataError where the tokenizer cannot be read, ConfigError where the
+             vocabulary does not suit the layout; on all ranks together
+    """
+    error: Exception | None = None
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    try:
+        if recipe.model.vocab == 0:
+            recipe = replace(recipe, {"model.vocab": tokenizer.size})
+        recipe = resolve(recipe, world.size)
+    except (ConfigError, DataError) as problem:
+        error = problem
+    raise_together(error, world)
+    return recipe, tokenizer
 
 
 def make_sampler(recipe: Recipe, tokenizer: Tokenizer, grid: Any) -> Sampler:

@@ -1,5 +1,6 @@
 """Loads a checkpoint and continues a prompt, token by token."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from mpipar.comm import raise_together
 from mpipar.config import Recipe, read_recipe, replace, resolve
 from mpipar.data import Tokenizer
 from mpipar.engine import load_vocabulary, open_grid
-from mpipar.errors import ConfigError, MpiparError
+from mpipar.errors import CheckpointError, ConfigError, MpiparError
 from mpipar.generate.sample import draw
 from mpipar.layers.base import Step
 from mpipar.layers.cache import KeyValueCache
@@ -38,10 +39,10 @@ def run_generation(
     """
     _check(tokens, temperature, top_k)
     file, recipe = _open(checkpoint, world, overrides)
-    recipe, tokenizer = load_vocabulary(recipe, world.size)
-    ids = _encode(prompt, tokenizer, recipe.model.context)
     grid, ops = open_grid(recipe, world)
     with grid:
+        recipe, tokenizer = load_vocabulary(recipe, grid.world)
+        ids = _encode(prompt, tokenizer, recipe.model.context)
         model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
         flat = FlatState(list(model.unit_parameters()), ops)
         _load(file, flat, grid)
@@ -49,7 +50,7 @@ def run_generation(
             model, ops, ids, recipe.model.context,
             tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
         )  # fmt: skip
-        shown = _Printer(tokenizer, prompt, speaks=grid.world.rank == 0)
+        shown = _Printer(tokenizer, prompt, ids, speaks=grid.world.rank == 0)
         for token in stream:
             shown.add(token)
         room = recipe.model.context - len(ids)
@@ -79,6 +80,8 @@ def generate(
             cache=cache,
         )
         logits = ops.to_host(model.logits(ops.asarray(fresh[None, :]), step))[0]
+        if np.isnan(logits).any():
+            raise _agreed(CheckpointError("the model's logits are not numbers (NaN)"))
         token = draw(
             logits, temperature=temperature, top_k=top_k, seed=seed, position=position
         )
@@ -89,7 +92,9 @@ def generate(
 def _check(tokens: int, temperature: float, top_k: int) -> None:
     values = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k}
     wrong = [
-        f"{key} = {v} must not be negative" for key, v in values.items() if not v >= 0
+        f"{key} = {value} must be a finite number, 0 or above"
+        for key, value in values.items()
+        if not 0 <= value < math.inf
     ]
     if wrong:
         raise _agreed(ConfigError(wrong, title="the command"))
@@ -156,28 +161,32 @@ def _load(file: Path, flat: FlatState, grid: Any) -> None:
 
 
 class _Printer:
-    """Prints text as soon as its bytes are whole characters."""
+    """Prints text as soon as its bytes are whole characters.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, *, speaks: bool) -> None:
+    The prompt's ids are decoded together with the new ones, whose first may begin with
+    a space that a decoder drops at the start of a text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: str, ids: np.ndarray, *, speaks: bool
+    ) -> None:
         self.tokenizer, self.speaks = tokenizer, speaks
-        self._ids: list[int] = []
-        self._shown = ""
+        self._ids = ids.tolist()
+        self._shown = len(tokenizer.decode(ids))
         self._put(prompt)
 
     def add(self, token: int) -> None:
         """One more token."""
         self._ids.append(token)
         text = self.tokenizer.decode(np.array(self._ids))
-        if text.startswith(self._shown) and not text.endswith(
-            "\N{REPLACEMENT CHARACTER}"
-        ):
-            self._put(text[len(self._shown) :])
-            self._shown = text
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._put(text[self._shown :])
+            self._shown = len(text)
 
     def close(self, reason: str | None) -> None:
         """The rest of the text, and why it ended early."""
-        text = self.tokenizer.decode(np.array(self._ids, np.int64))
-        self._put(text[len(self._shown) :] + "\n")
+        text = self.tokenizer.decode(np.array(self._ids))
+        self._put(text[self._shown :] + "\n")
         if reason is not None:
             self._put(f"[{reason}]\n")
 

@@ -17,6 +17,8 @@ QUERY_TILE = 128
 KEY_TILE = 512
 # Bytes of scores worked on at a time, so that a few such arrays stay in the L2 cache.
 TILE_BYTES = 1 << 18
+# Masks kept; a training run needs a few, generation a new one for every position.
+MASKS = 16
 
 # (sequences, query heads, queries, keys) as slices -> dropout factors of that tile
 DropoutTile = Callable[[slice, slice, slice, slice], Array]
@@ -159,10 +161,21 @@ class AttentionOps:
         lo = max(0, first + 1 - cols.start)
         if lo >= p.shape[-1]:
             return
-        xp = self.xp
-        position = xp.arange(first, first + p.shape[-2])[:, None]
-        key = xp.arange(cols.start + lo, cols.stop)
-        p[..., lo:] += xp.where(key > position, -xp.inf, 0.0).astype(self.dtype)
+        p[..., lo:] += self._future(
+            p.shape[-2], p.shape[-1] - lo, cols.start + lo - first
+        )
+
+    def _future(self, queries: int, keys: int, ahead: int) -> Array:
+        """−inf where ahead + j > i, else 0; kept for later.   (queries, keys)"""
+        masks = self.__dict__.setdefault("_masks", {})
+        if (queries, keys, ahead) not in masks:
+            xp = self.xp
+            later = ahead + xp.arange(keys) > xp.arange(queries)[:, None]
+            if len(masks) == MASKS:
+                masks.clear()
+            mask = xp.where(later, -xp.inf, 0.0).astype(self.dtype)
+            masks[queries, keys, ahead] = mask
+        return masks[queries, keys, ahead]
 
     def _blocks(self, queries: Array, keys: Array) -> Iterator[tuple[slice, slice]]:
         """Blocks of (sequences, key/value heads) with scores within TILE_BYTES."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipar.config import Recipe
-from mpipar.engine import Engine, StepResult
+from mpipar.engine import Engine, StepResult, finite
 
 
 class Metrics:
@@ -17,7 +17,7 @@ class Metrics:
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, peak_flops: float, *, writes: bool
+        self, folder: Path, engine: Engine, peak_flops: float, writes: bool
     ) -> None:
         self.engine, self.peak_flops = engine, peak_flops
         self._file = None
@@ -60,10 +60,13 @@ class Metrics:
         }
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends one line; it is in the file when this returns."""
+        """Appends one line; it is in the file when this returns.
+
+        A number that is not finite is written as null.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         self._file.flush()
 
     def _counts(self) -> Any:
@@ -84,6 +87,11 @@ def memory(engine: Engine) -> dict[str, int]:
 
 def write_summary(folder: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
     """summary.json: how the run ended, in a few numbers."""
-    summary = {"layout": recipe.parallel.axes, **facts}
-    text = json.dumps(summary, indent=2) + "\n"
+    summary = {"layout": recipe.parallel.axes, **_strict(facts)}
+    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     (folder / "summary.json").write_text(text, encoding="utf-8")
+
+
+def _strict(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts with null for numbers that are not finite."""
+    return {k: finite(v) if isinstance(v, float) else v for k, v in facts.items()}

@@ -25,11 +25,11 @@ def run_training(recipe: Recipe, world: Any, out: Path) -> int:
     out      the run folder, which must not hold a run yet
     Raises   ConfigError, DataError or CheckpointError on all ranks together
     """
-    recipe, tokenizer = load_vocabulary(recipe, world.size)
     grid, ops = open_grid(recipe, world)
     with grid:
-        _make_folder(out, recipe, grid.world)
+        recipe, tokenizer = load_vocabulary(recipe, grid.world)
         sampler = make_sampler(recipe, tokenizer, grid)
+        _make_folder(out, recipe, grid.world)
         engine = Engine(recipe, grid, ops)
         with Loader(sampler, recipe.data.workers, stop=recipe.train.steps) as loader:
             return _Run(engine, loader, out).train()
@@ -68,19 +68,17 @@ class _Run:
         show = make_progress(r.log.progress, r.train.steps, r.log.every, self.rank)
         began = time.perf_counter()
         peak = self.engine.ops.matmul_rate()
-        try:
-            entropy = self._introduce(show)
-            with (
-                StopSignals() as signals,
-                Metrics(self.out, self.engine, peak, writes=self.rank == 0) as metrics,
-            ):
-                line = self._steps(show, metrics, signals)
-            stopped = bool(line["stop"])
-            self._save(show)
-            self._conclude(show, line, entropy, time.perf_counter() - began)
-        finally:
-            show.close()
-        return STOPPED if stopped else DONE
+        # Signals stay with us until all is saved: ranks get them at different times.
+        with StopSignals() as signals:
+            try:
+                entropy = self._introduce(show)
+                with Metrics(self.out, self.engine, peak, self.rank == 0) as metrics:
+                    line = self._steps(show, metrics, signals)
+                self._save(show)
+                self._conclude(show, line, entropy, time.perf_counter() - began)
+            finally:
+                show.close()
+        return STOPPED if line["stop"] else DONE
 
     def _steps(
         self, show: Progress, metrics: Metrics, signals: StopSignals

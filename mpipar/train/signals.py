@@ -5,12 +5,12 @@ from types import FrameType
 
 
 class StopSignals:
-    """While open, SIGINT and SIGTERM set `asked`; a second one acts as it always does.
+    """While open, SIGINT, SIGTERM and SIGUSR1 set `asked`; a second one acts as ever.
 
     Ranks decide together: each adds its `asked` to the message that ends every step.
     """
 
-    _HANDLED = (signal.SIGINT, signal.SIGTERM)
+    _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.asked = False

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.engine import finite
+
 # A tensor this much smaller than its layer is an exact zero plus rounding: softmax does
 # not change when all keys move together, so a key bias has no gradient without RoPE.
 ZERO_SHARE = 1e-9
@@ -43,11 +45,6 @@ class Comparison:
 def larger(known: float, error: float) -> float:
     """The larger of two errors; once NaN, always NaN."""
     return known if math.isnan(known) or known >= error else error
-
-
-def finite(error: float) -> float | None:
-    """The error, or None (null in JSON) where it is no finite number."""
-    return error if math.isfinite(error) else None
 
 
 def relative(value: float, exact: float) -> float:

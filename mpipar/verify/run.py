@@ -11,13 +11,12 @@ from mpipar.checkpoint import global_arrays
 from mpipar.comm import raise_together
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler
-from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
+from mpipar.engine import Engine, finite, load_vocabulary, make_sampler, open_grid
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
 from mpipar.verify.compare import (
     Comparison,
-    finite,
     larger,
     relative,
     tensor_errors,
@@ -79,7 +78,6 @@ def run_verification(
         )
         error.agreed = True
         raise error
-    recipe, tokenizer = load_vocabulary(recipe, world.size)
     patience = recipe.log.timeout_s * world.size
     changes = {
         "train.precision": "fp64",
@@ -89,6 +87,7 @@ def run_verification(
     recipe = resolve(replace(recipe, changes), world.size)
     grid, ops = open_grid(recipe, world)
     with grid:
+        recipe, tokenizer = load_vocabulary(recipe, grid.world)
         sampler = make_sampler(recipe, tokenizer, grid)
         layout = Engine(recipe, grid, ops)
         serial = _serial_engine(recipe, ops, sampler) if grid.world.rank == 0 else None

@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from turns import wait_for
 
 HERE = Path(__file__).parent
 TOKENS = 16 * 256
+PAUSE_S = 0.5
 
 
 class Rival:
@@ -45,7 +47,9 @@ class Rival:
             wait_for(self.folder, f"ready.{rank}", self._alive)
 
     def step(self) -> None:
-        """One step; its time is that of the slowest rank."""
+        """One turn; its time is that of the slowest rank."""
+        # Threads of the rival before may spin for a while after their step.
+        time.sleep(PAUSE_S)
         turn = len(self.seconds)
         (self.folder / f"turn.{turn}").touch()
         facts = [

@@ -1,7 +1,8 @@
 """Runs a worker's steps when it is told to, so that rivals can take turns.
 
-A worker sleeps until the file turn.K of its folder appears, makes one step and writes
-done.K.RANK with the seconds it took and the loss. No rank spins while others work.
+A worker sleeps until the file turn.K of its folder appears, makes two steps and writes
+done.K.RANK with the seconds of the second and its loss: the first one finds cold
+caches, as no step of a run does. No rank spins while others work.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 def serve(folder: Path, rank: int, step: Callable[[], float], warm_up: int = 2) -> None:
-    """Makes steps until the file `stop` appears."""
+    """Makes pairs of steps until the file `stop` appears."""
     for _ in range(warm_up):
         loss = step()
     _tell(folder, f"ready.{rank}", {"loss": loss})
@@ -21,6 +22,7 @@ def serve(folder: Path, rank: int, step: Callable[[], float], warm_up: int = 2) 
             if (folder / "stop").exists():
                 return
             time.sleep(0.002)
+        step()
         begin = time.perf_counter()
         loss = step()
         seconds = time.perf_counter() - begin

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipar.config import read_recipe
-from mpipar.data import load_tokenizer
+from mpipar.data import Tokenizer, load_tokenizer
 from mpipar.errors import ConfigError
 from mpipar.generate.run import _check, _encode, _Printer, generate
 from mpipar.generate.sample import draw
@@ -181,8 +181,12 @@ def test_a_prompt_must_fit_the_context() -> None:
     assert _encode("", tokenizer, 4).tolist() == [0]
 
 
+def start(tokenizer: Tokenizer, prompt: str, *, speaks: bool = True) -> _Printer:
+    return _Printer(tokenizer, prompt, tokenizer.encode(prompt), speaks=speaks)
+
+
 def shown(capsys: pytest.CaptureFixture, data: bytes, reason: str | None = None) -> str:
-    printer = _Printer(load_tokenizer("bytes"), "> ", speaks=True)
+    printer = start(load_tokenizer("bytes"), "> ")
     for token in data:
         printer.add(token)
     printer.close(reason)
@@ -207,7 +211,7 @@ def test_bytes_that_are_no_text_hold_nothing_up(capsys: pytest.CaptureFixture) -
 
 
 def test_a_character_appears_with_its_last_byte(capsys: pytest.CaptureFixture) -> None:
-    printer = _Printer(load_tokenizer("bytes"), "", speaks=True)
+    printer = start(load_tokenizer("bytes"), "")
     seen = []
     for token in "a€b".encode():
         printer.add(token)
@@ -216,7 +220,7 @@ def test_a_character_appears_with_its_last_byte(capsys: pytest.CaptureFixture) -
 
 
 def test_only_one_rank_speaks(capsys: pytest.CaptureFixture) -> None:
-    printer = _Printer(load_tokenizer("bytes"), "> ", speaks=False)
+    printer = start(load_tokenizer("bytes"), "> ", speaks=False)
     printer.add(65)
     printer.close("context full")
     assert capsys.readouterr().out == ""
@@ -232,7 +236,7 @@ def test_a_space_between_prompt_and_first_word_is_kept(
     inner.decoder = decoders.Metaspace()
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    printer = _Printer(tokenizer, "old", speaks=True)
+    printer = start(tokenizer, "old")
     for token in tokenizer.encode("new words"):
         printer.add(int(token))
     printer.close(None)

@@ -1,0 +1,69 @@
+"""A file for HDF5 to write that does not crash it when the disk is full."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class PatientFile:
+    """Keeps the first write error instead of raising it into HDF5.
+
+    HDF5 does not survive a failed write: it fails again whenever it flushes, and
+    crashes the process at exit. So writes after an error are taken and dropped, and the
+    error is raised by `check` and `close`, where it can be handled.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=0)
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises the first OSError that a write met."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Flushes to disk and closes; raises the first error, of writing or of this."""
+        self._note(lambda: os.fsync(self._file.fileno()))
+        self._file.close()
+        self.check()
+
+    # What HDF5 calls
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`, however many calls that takes."""
+        view = memoryview(data).cast("B")
+        self._note(lambda: self._write_all(view))
+        return view.nbytes
+
+    def truncate(self, size: int) -> int:
+        """Sets the file's size."""
+        self._note(lambda: self._file.truncate(size))
+        return size
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """The position."""
+        return self._file.tell()
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes from the position on."""
+        return self._file.read(size)
+
+    def _write_all(self, view: memoryview) -> None:
+        while view.nbytes:
+            view = view[self._file.write(view) :]
+
+    def _note(self, action: Callable[[], Any]) -> None:
+        if self._error is None:
+            try:
+                action()
+            except OSError as problem:
+                self._error = problem
