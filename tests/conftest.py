@@ -102,7 +102,9 @@ def _ranks_of(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> bool | None:
     """Replay a test's reports from its launch; launch if it has not run yet."""
     if FOLDER in os.environ or not _ranks_of(item):
         return None
@@ -115,6 +117,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in done[item.nodeid]:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What an earlier test of this process set up, and the next one does not need, ends.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

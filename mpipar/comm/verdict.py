@@ -36,6 +36,13 @@ def arrived(call: Call, answers: Mapping[int, Answer]) -> list[int]:
     return sorted(rank for rank, a in answers.items() if has_come(call, a))
 
 
+def waits_here(call: Call, answer: Answer) -> bool:
+    """True if the rank has come, or waits in another operation of this sequence."""
+    inside = answer.inside
+    here = inside is not None and tuple(inside[:2]) == (call.axis, call.channel)
+    return here or has_come(call, answer)
+
+
 def waits_elsewhere(call: Call, answer: Answer) -> bool:
     """True if the rank itself waits for others, in another sequence of operations."""
     if answer.inside is None or answer.inside_s < 1:

@@ -22,7 +22,13 @@ from pathlib import Path
 from mpipar.comm import mpi
 from mpipar.comm.addresses import own_addresses
 from mpipar.comm.calls import COLLECTIVE, Call, CallLog
-from mpipar.comm.verdict import Answer, arrived, has_come, report, waits_elsewhere
+from mpipar.comm.verdict import (
+    Answer,
+    has_come,
+    report,
+    waits_elsewhere,
+    waits_here,
+)
 
 _REPEAT_S = 0.4  # a question without an answer is asked again after so long
 _ANSWER_S = 2.0  # a watchdog that has not answered by then is given up
@@ -198,7 +204,8 @@ class Watchdog:
 
     def _speaks_first(self, case: Case) -> bool:
         missing = [a for a in case.answers.values() if not has_come(case.call, a)]
-        lowest = min(arrived(case.call, case.answers), default=self._rank)
+        waiting = [r for r, a in case.answers.items() if waits_here(case.call, a)]
+        lowest = min(waiting, default=self._rank)
         return self._rank <= lowest and not any(
             waits_elsewhere(case.call, answer) for answer in missing
         )

@@ -19,8 +19,8 @@ from parity.build import (
 
 from mpipar.checkpoint import find_checkpoint, load_weights, save_weights
 from mpipar.config import read_recipe, to_toml
-from mpipar.data import Sampler, TokenStream
-from mpipar.engine import load_vocabulary, make_sampler, open_grid
+from mpipar.data import Sampler, TokenStream, load_tokenizer
+from mpipar.engine import make_sampler, open_grid
 from mpipar.errors import ConfigError
 from mpipar.layers.context import held_positions
 
@@ -174,7 +174,7 @@ def test_a_ragged_evaluation_is_the_mean_over_its_samples(comm, tmp_path, dp, co
     """A31: 5 samples in micro-batches of 2 give one loss for every dp."""
     words = [f"model.context={context}", "train.global_batch=8", "train.micro_batch=2"]
     words += [f"data.source={write_tokens(comm, tmp_path)}", "train.eval_samples=5"]
-    recipe, tokenizer = load_vocabulary(read_recipe(TEXT, words), dp)
+    recipe, tokenizer = read_recipe(TEXT, words, ranks=dp), load_tokenizer("bytes")
     serial = serial_engine(recipe)
     with layout_engine(recipe, comm) as engine:
         sampler = make_sampler(recipe, tokenizer, engine.grid)
@@ -199,10 +199,10 @@ def test_training_batches_are_those_of_one_rank(comm, tmp_path, dp):
     """A31: 8 sequences a step on every dp, the same number of steps on every rank."""
     words = ["train.global_batch=8", "train.micro_batch=1"]
     source = f"data.source={write_tokens(comm, tmp_path)}"
-    recipe, tokenizer = load_vocabulary(read_recipe(TEXT, [*words, source]), dp)
+    recipe = read_recipe(TEXT, [*words, source], ranks=dp)
     grid, _ = open_grid(recipe, comm)
     with grid:
-        sampler = make_sampler(recipe, tokenizer, grid)
+        sampler = make_sampler(recipe, load_tokenizer("bytes"), grid)
         whole = Sampler(sampler.stream, recipe.train.seed, 8, 8)
         for step in (0, 1, 20):
             own = np.concatenate([b.tokens for b in sampler.train_batches(step)])
