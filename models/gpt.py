@@ -5,12 +5,11 @@ from typing import Any
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain
 from mpipar.layers.embedding import Embedding
-from mpipar.layers.head import Head
 from mpipar.layers.mlp import GeluMlp
 from mpipar.layers.model import Model
 from mpipar.layers.norm import LayerNorm
 from mpipar.layers.stream import Stream
-from mpipar.models.parts import STD, out_std, pre_norm_block, untied_weight
+from mpipar.models.parts import STD, out_std, pre_norm_block, with_head
 from mpipar.ops import Ops
 
 
@@ -28,9 +27,7 @@ def build(model: Any, *, ops: Ops, tp: Any, sequence: bool) -> Model:
         **shared,
     )
     blocks = [_block(f"blocks.{i}", model, shared) for i in range(model.layers)]
-    norm = LayerNorm("head.norm", model.width, eps=model.norm_eps, **shared)
-    weight = embedding.token if model.tied else untied_weight(embedding.token)
-    return Model(embedding, blocks, Head(norm, weight, **shared))
+    return with_head(model, embedding, blocks, LayerNorm, shared)
 
 
 def _block(name: str, model: Any, shared: dict[str, Any]) -> Chain:

@@ -6,13 +6,12 @@ from typing import Any
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain
 from mpipar.layers.embedding import Embedding
-from mpipar.layers.head import Head
 from mpipar.layers.mlp import SwigluMlp
 from mpipar.layers.model import Model
 from mpipar.layers.norm import RMSNorm
 from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
-from mpipar.models.parts import STD, out_std, pre_norm_block, untied_weight
+from mpipar.models.parts import STD, out_std, pre_norm_block, with_head
 from mpipar.ops import Ops
 
 
@@ -30,9 +29,7 @@ def build(model: Any, *, ops: Ops, tp: Any, sequence: bool) -> Model:
     )
     rope = Rope(model.width // model.heads, model.rope_theta, ops=ops)
     blocks = [_block(f"blocks.{i}", model, rope, shared) for i in range(model.layers)]
-    norm = RMSNorm("head.norm", model.width, eps=model.norm_eps, **shared)
-    weight = embedding.token if model.tied else untied_weight(embedding.token)
-    return Model(embedding, blocks, Head(norm, weight, **shared))
+    return with_head(model, embedding, blocks, RMSNorm, shared)
 
 
 def _block(name: str, model: Any, rope: Rope, shared: dict[str, Any]) -> Chain:

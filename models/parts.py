@@ -6,6 +6,9 @@ from typing import Any
 from mpipar.layers.base import Chain, Layer
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
+from mpipar.layers.embedding import Embedding
+from mpipar.layers.head import Head
+from mpipar.layers.model import Model
 from mpipar.layers.norm import LayerNorm, RMSNorm
 from mpipar.layers.parameter import Parameter
 
@@ -36,6 +39,16 @@ def pre_norm_block(
     return Chain(branches)
 
 
-def untied_weight(embedding: Parameter) -> Parameter:
-    """A head weight of its own, cut like the embedding."""
-    return Parameter("head.weight", embedding.shape, embedding.box, "normal", STD)
+def with_head(
+    model: Any,
+    embedding: Embedding,
+    blocks: list[Chain],
+    norm: type[LayerNorm] | type[RMSNorm],
+    shared: dict[str, Any],
+) -> Model:
+    """The whole model: a head with the embedding's weight, or one cut like it."""
+    weight = embedding.token
+    if not model.tied:
+        weight = Parameter("head.weight", weight.shape, weight.box, "normal", STD)
+    last = norm("head.norm", model.width, eps=model.norm_eps, **shared)
+    return Model(embedding, blocks, Head(last, weight, **shared))
