@@ -44,16 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Read the launcher's word before MPI starts: some libraries set the same variables.
     launch = read_launch(os.environ)
+    args, command = _parse(sys.argv[1:] if argv is None else argv, launch)
+    return _load("mpipar.cli.world", launch).run_in_world(command, args, launch)
+
+
+def _load(name: str, launch: Launch) -> ModuleType:
+    """Import a module; an error, even an exit, on one rank ends all of them."""
     try:
-        args, command = _parse(sys.argv[1:] if argv is None else argv, launch.speaks)
-
-        from mpipar.cli.world import run_in_world
-    except Exception as error:
-        return _end_job(error, launch)
-    return run_in_world(command, args, launch)
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        sys.exit(_end_job(error, launch))
 
 
-def _end_job(error: Exception, launch: Launch) -> int:
+def _end_job(error: BaseException, launch: Launch) -> int:
     """Tell of an error that came before MPI was started, and end the other ranks.
 
     They wait for this one inside MPI's own start.
@@ -71,7 +74,7 @@ def _end_job(error: Exception, launch: Launch) -> int:
 
 
 def _parse(
-    argv: Sequence[str], speaks: bool
+    argv: Sequence[str], launch: Launch
 ) -> tuple[argparse.Namespace, ModuleType | None]:
     parser = argparse.ArgumentParser(
         prog="mpipar", description="Train and run transformers over MPI."
@@ -88,13 +91,13 @@ def _parse(
     # Import the asked command only, so that help stays light.
     module = None
     if argv and argv[0] in COMMANDS:
-        module = importlib.import_module(f"mpipar.cli.{argv[0]}")
+        module = _load(f"mpipar.cli.{argv[0]}", launch)
         parser, argv = subparsers.choices[argv[0]], argv[1:]
         module.add_arguments(parser)
 
     # Every rank parses the same words; one of them is enough to answer. Intermixed,
     # so that key=value may stand before and after the options.
-    with nullcontext() if speaks else _quiet():
+    with nullcontext() if launch.speaks else _quiet():
         if module is None:
             parser.parse_args(argv)
         return parser.parse_intermixed_args(argv), module
