@@ -46,9 +46,12 @@ def with_head(
     norm: type[LayerNorm] | type[RMSNorm],
     shared: dict[str, Any],
 ) -> Model:
-    """The whole model: a head with the embedding's weight, or one cut like it."""
-    weight = embedding.token
-    if not model.tied:
-        weight = Parameter("head.weight", weight.shape, weight.box, "normal", STD)
+    """The whole model; its head has the embedding's weight or one of its own."""
+    weight = embedding.token if model.tied else untied_weight(embedding.token)
     last = norm("head.norm", model.width, eps=model.norm_eps, **shared)
     return Model(embedding, blocks, Head(last, weight, **shared))
+
+
+def untied_weight(embedding: Parameter) -> Parameter:
+    """A head weight of its own, cut like the embedding."""
+    return Parameter("head.weight", embedding.shape, embedding.box, "normal", STD)

@@ -44,7 +44,7 @@ class ShapeError(MpiparError, ValueError):
 
 
 class DeviceError(MpiparError, RuntimeError):
-    """An array lives on another device than the one it is used on."""
+    """A device is not there, or an array lives on another one."""
 
 
 class CommError(MpiparError, RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.layers.attention import CausalSelfAttention
-from mpipar.layers.base import IGNORE, Chain, Layer, Step
+from mpipar.layers.base import Chain, Layer, Step
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
 from mpipar.layers.embedding import Embedding
@@ -262,7 +262,7 @@ def upstream(y: Any, number: int = 0) -> np.ndarray | None:
 def make_step(s: int, **options: Any) -> Step:
     """A micro-batch with labels, of which every fifth is missing."""
     labels = np.random.default_rng(s).integers(0, VOCAB, (BATCH, s))
-    labels.reshape(-1)[::5] = IGNORE
+    labels.reshape(-1)[::5] = -100
     chosen = {"samples": np.array([3, 8]), "labels": labels, "number": 2, "seed": 11}
     chosen |= {"valid": int((labels >= 0).sum()), "positions": np.arange(s)}
     return Step(**chosen | options)

@@ -54,7 +54,7 @@ def _assemble(
         if rank == 0:
             part = select(held[name])
         else:
-            dtype = select(next(iter(held.values()))).dtype if held else np.float64
+            dtype = next(iter(held.values())).data.dtype
             part = world.recv(np.empty([hi - lo for lo, hi in box], dtype), rank)
         if whole is None:
             whole = np.empty(shape, part.dtype)

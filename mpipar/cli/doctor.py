@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpipar.errors import ConfigError
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -33,17 +35,32 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     from mpipar.cli.findings import judge
     from mpipar.cli.launch import read_launch
 
+    error = None
     facts = world.gather(collect(world.size))
     launch = read_launch(os.environ)
     if world.rank == 0 and launch.speaks:
         findings = judge(facts, launch)
         _show(findings)
-        if args.json:
-            args.json.write_text(json.dumps([asdict(f) for f in findings], indent=2))
+        error = _write(args.json, findings)
         bad = any(finding.state == "bad" for finding in findings)
     else:
         bad = False
+    error = world.bcast(error)
+    if error is not None:
+        error.agreed = True
+        raise error
     return int(world.bcast(bad))
+
+
+def _write(path: Path | None, findings: list[Finding]) -> ConfigError | None:
+    """Write the findings where a path is given; return what went wrong, if anything."""
+    if path is None:
+        return None
+    try:
+        path.write_text(json.dumps([asdict(f) for f in findings], indent=2) + "\n")
+    except OSError as problem:
+        return ConfigError([f"cannot write --json {path}: {problem}"], "the command")
+    return None
 
 
 def _show(findings: list[Finding]) -> None:

@@ -164,7 +164,7 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
-    """When the state is saved."""
+    """When the weights are saved."""
 
     every: Natural = Field(0, description="steps between saves; 0 = only at the end")
 

@@ -79,7 +79,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self, wanted: set[int]) -> None:
-        # After a jump, as on resuming, what was prepared is of no use
+        # After a jump what was prepared is of no use
         for step in self._ahead.keys() - wanted:
             self._ahead.pop(step).cancel()
         for step in sorted(wanted - self._ahead.keys()):

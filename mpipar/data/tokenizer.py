@@ -47,11 +47,12 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of the bytes; raises DataError for an id outside [0, 256)."""
-        try:
-            return bytes(np.asarray(ids).tolist()).decode("utf-8", "replace")
-        except ValueError as error:
-            raise DataError("the bytes tokenizer has ids from 0 to 255 only") from error
+        """Text of the bytes; an id that is no byte becomes U+FFFD, too."""
+        ids = np.asarray(ids)
+        is_byte = (ids >= 0) & (ids < 256)
+        # No UTF-8 text has a byte 255.
+        text = np.where(is_byte, ids, 255).astype(np.uint8).tobytes()
+        return text.decode("utf-8", "replace")
 
 
 class FileTokenizer:

@@ -151,6 +151,7 @@ def unigram_entropy(ids: np.ndarray, vocab: int) -> float:
     """
     counts = np.zeros(vocab, dtype=np.int64)
     for begin in range(0, ids.size, _SCANNED_IDS):
-        counts += np.bincount(ids[begin : begin + _SCANNED_IDS], minlength=vocab)
+        piece = ids[begin : begin + _SCANNED_IDS].astype(np.int64, copy=False)
+        counts += np.bincount(piece, minlength=vocab)
     shares = counts[counts > 0] / ids.size
     return float(-(shares * np.log(shares)).sum())

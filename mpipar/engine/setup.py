@@ -16,18 +16,18 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
     world    MPI communicator of all ranks
     Raises   DeviceError on all ranks together where one has not the device
     """
-    ops, error = None, None
-    try:
-        ops = make_ops(recipe.train.device, recipe.train.precision)
-    except DeviceError as problem:
-        error = problem
+    device, ops, error = recipe.train.device, None, None
     grid = Grid(
         world,
         recipe.parallel.axes,
         recipe.parallel.order,
         timeout_s=recipe.log.timeout_s,
-        transport=Host() if ops is None or ops.on_host else Staged(),
+        transport=Host() if device == "cpu" else Staged(),
     )
+    try:
+        ops = make_ops(device, recipe.train.precision, grid.node_rank)
+    except DeviceError as problem:
+        error = problem
     try:
         raise_together(error, grid.world)
     except DeviceError:
@@ -40,8 +40,9 @@ def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
     """The tokenizer, and the recipe with its vocabulary filled in and checked again.
 
     world    communicator of all ranks
-    Raises   DataError where the tokenizer cannot be read, ConfigError where the
-             vocabulary does not suit the layout; on all ranks together
+    Raises   DataError where its size is needed and the tokenizer cannot be read,
+             ConfigError where the vocabulary does not suit the layout; on all ranks
+             together
     """
     error: Exception | None = None
     tokenizer = load_tokenizer(recipe.data.tokenizer)

@@ -10,9 +10,9 @@ import numpy as np
 from mpipar.checkpoint import find_checkpoint, load_weights, read_recipe_text
 from mpipar.comm import raise_together
 from mpipar.config import Recipe, read_recipe, replace, resolve
-from mpipar.data import Tokenizer
+from mpipar.data import Tokenizer, check_ids
 from mpipar.engine import load_vocabulary, open_grid
-from mpipar.errors import CheckpointError, ConfigError, MpiparError
+from mpipar.errors import CheckpointError, ConfigError, DataError, MpiparError
 from mpipar.generate.sample import draw
 from mpipar.layers.base import Step
 from mpipar.layers.cache import KeyValueCache
@@ -42,7 +42,7 @@ def run_generation(
     grid, ops = open_grid(recipe, world)
     with grid:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
-        ids = _encode(prompt, tokenizer, recipe.model.context)
+        ids = _encode(prompt, tokenizer, recipe.model, grid.world)
         model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
         flat = FlatState(list(model.unit_parameters()), ops)
         _load(file, flat, grid)
@@ -117,6 +117,8 @@ def _open(
             found = file, read_recipe_text(file)
         except MpiparError as error:
             found = error
+        except OSError as error:
+            found = CheckpointError(f"cannot read {checkpoint}: {error}")
     else:
         found = (checkpoint, "")
     found = world.bcast(found)
@@ -138,16 +140,22 @@ def _open(
         raise _agreed(error) from None
 
 
-def _encode(prompt: str, tokenizer: Tokenizer, context: int) -> np.ndarray:
+def _encode(prompt: str, tokenizer: Tokenizer, model: Any, world: Any) -> np.ndarray:
     """Ids of the prompt; of the end-of-document mark where it is empty."""
-    ids = np.asarray(tokenizer.encode(prompt), np.int64)
-    if ids.size == 0 and tokenizer.end_id is not None:
-        ids = np.array([tokenizer.end_id], np.int64)
-    if not 0 < ids.size <= context:
-        problem = (
-            f"--prompt has {ids.size} tokens; the model's context is 1 to {context}"
-        )
-        raise _agreed(ConfigError([problem], title="the command"))
+    ids, error = np.empty(0, np.int64), None
+    try:
+        ids = np.asarray(tokenizer.encode(prompt), np.int64)
+        if ids.size == 0 and tokenizer.end_id is not None:
+            ids = np.array([tokenizer.end_id], np.int64)
+        check_ids(ids, model.vocab, "--prompt")
+        if not 0 < ids.size <= model.context:
+            problem = f"--prompt has {ids.size} tokens, not 1 to {model.context}"
+            error = ConfigError(
+                [f"{problem}, the model's context"], title="the command"
+            )
+    except DataError as problem:
+        error = problem
+    raise_together(error, world)
     return ids
 
 

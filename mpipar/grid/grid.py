@@ -55,7 +55,7 @@ class Grid(SerialGrid):
         self._watchdog: Watchdog | None = None
 
         # Renumber the ranks node by node
-        nodes, one_node, self._polite = _survey(world, node_size)
+        nodes, one_node, self._polite, self.node_rank = _survey(world, node_size)
         ranks = by_node(nodes)
         self._nodes = [nodes[rank] for rank in ranks]
         self.size = world.size
@@ -145,8 +145,11 @@ class Grid(SerialGrid):
         return self._made[-1]
 
 
-def _survey(world: mpi.Comm, node_size: int | None) -> tuple[list[int], bool, bool]:
-    """Return each rank's node, if it is the only one, and if ranks outnumber cores.
+def _survey(
+    world: mpi.Comm, node_size: int | None
+) -> tuple[list[int], bool, bool, int]:
+    """Return each rank's node, if it is the only one, if ranks outnumber cores, and the
+    own place on the node.
 
     The first may be pretended by ``node_size``; the others are as they are.
     """
@@ -154,12 +157,12 @@ def _survey(world: mpi.Comm, node_size: int | None) -> tuple[list[int], bool, bo
     cores: set[int] = set().union(*node.allgather(_own_cores()))
     leader = node.bcast(world.rank)
     crowded = world.allreduce(node.size > len(cores), mpi.LOR)
-    one_node = node.size == world.size
+    one_node, node_rank = node.size == world.size, node.rank
     node.Free()
     if node_size is None:
         node_size = int(os.environ.get("MPIPAR_NODE_SIZE", "0"))
     place = world.rank // node_size if node_size else leader
-    return world.allgather(place), one_node, crowded
+    return world.allgather(place), one_node, crowded, node_rank
 
 
 def _own_cores() -> set[int]:

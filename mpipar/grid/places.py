@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from mpipar.config import AXES
 from mpipar.errors import ConfigError
-
-AXES = ("tp", "cp", "dp", "pp")
 
 
 def check_sizes(sizes: Mapping[str, int], order: Sequence[str], ranks: int) -> None:

@@ -16,6 +16,7 @@ class SerialGrid:
     tp cp dp pp  the axes
     grad         dp x cp joined: the ranks over which gradients are summed
     world        all ranks
+    node_rank    place among the ranks of this node, which selects a device
     coords       own coordinate on each axis
     counters     what was moved, by axis and operation
     """
@@ -29,6 +30,7 @@ class SerialGrid:
 
     size = 1
     rank = 0
+    node_rank = 0
 
     def __init__(self) -> None:
         self.sizes = dict.fromkeys(AXES, 1)

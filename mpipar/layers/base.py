@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mpipar.layers.cache import KeyValueCache
 
 Array = Any
-IGNORE = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class Step:
 
     positions   (s,) global positions of the tokens
     samples     (b,) global sample numbers, which select the dropout masks
-    labels      (b, s) target ids, IGNORE where there is none; None in generation
+    labels      (b, s) target ids, negative where there is none; None in generation
     valid       valid labels in the whole step, over all ranks and micro-batches
     number      optimizer step;  seed  of the run: both select the dropout masks
     training    False switches dropout off

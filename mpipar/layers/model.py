@@ -16,7 +16,7 @@ Array = Any
 class Model:
     """Units in the order of the forward pass; the last one returns the loss.
 
-    A unit is what pipelines cut between, what is sharded and what is recomputed.
+    A unit is what a schedule runs, and where a gradient bucket may end.
     """
 
     def __init__(self, embedding: Embedding, blocks: list[Layer], head: Head) -> None:

@@ -7,10 +7,11 @@ __all__ = ["Ops", "make_ops"]
 _DTYPES = {"fp64": "float64", "fp32": "float32"}
 
 
-def make_ops(device: str, precision: str) -> Ops:
+def make_ops(device: str, precision: str, node_rank: int = 0) -> Ops:
     """The ops of a device ("cpu", "cuda", or "auto": CUDA where CuPy finds one).
 
     precision   "fp64" or "fp32"
+    node_rank   place among the ranks of the node; they take its devices in turn
     Raises      DeviceError where "cuda" is asked for and cannot be had
     """
     dtype = _DTYPES[precision]
@@ -19,7 +20,7 @@ def make_ops(device: str, precision: str) -> Ops:
     if device == "cuda":
         from mpipar.ops.cupy_ops import CupyOps
 
-        return CupyOps(dtype)
+        return CupyOps(dtype, node_rank)
     from mpipar.ops.numpy_ops import NumpyOps
 
     return NumpyOps(dtype)
@@ -31,8 +32,10 @@ def cuda_devices() -> int:
 
     if importlib.util.find_spec("cupy") is None:
         return 0
-    import cupy
-
+    try:
+        import cupy
+    except ImportError:
+        return 0
     try:
         return cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError:

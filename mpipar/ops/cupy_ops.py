@@ -9,12 +9,12 @@ from mpipar.ops.base import Ops
 
 
 class CupyOps(Ops):
-    """Reference ops on the current CUDA device.
+    """Reference ops on one CUDA device: number node_rank modulo the devices.
 
     Raises   DeviceError where CuPy is not installed or finds no device.
     """
 
-    def __init__(self, dtype: str = "float32") -> None:
+    def __init__(self, dtype: str = "float32", node_rank: int = 0) -> None:
         try:
             import cupy
         except ImportError as error:
@@ -28,6 +28,7 @@ class CupyOps(Ops):
             raise DeviceError(f"CuPy finds no CUDA device: {error}") from error
         if count == 0:
             raise DeviceError("CuPy finds no CUDA device")
+        cupy.cuda.Device(node_rank % count).use()
         super().__init__(cupy, dtype)
 
     def to_host(self, x: Any) -> np.ndarray:

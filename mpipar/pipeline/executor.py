@@ -13,7 +13,8 @@ Array = Any
 class Executor:
     """Runs schedules over a row of units, the last of which returns the loss.
 
-    peak_bytes   most bytes of saved and left in flight during the last run
+    peak_bytes   most bytes that forward passes had saved during the last run; what a
+                 backward pass holds meanwhile is not counted
     """
 
     def __init__(self, units: Sequence[Layer]) -> None:

@@ -12,7 +12,7 @@ from mpipar.comm import raise_together
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler
 from mpipar.engine import Engine, finite, load_vocabulary, make_sampler, open_grid
-from mpipar.errors import CheckpointError, ConfigError
+from mpipar.errors import ConfigError
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
 from mpipar.verify.compare import (
@@ -23,6 +23,9 @@ from mpipar.verify.compare import (
 )
 
 TOLERANCE = 1e-10
+
+# The reference: an engine on one rank, and the samples of the whole global batch.
+_Serial = tuple[Engine, Sampler]
 
 
 @dataclass
@@ -68,9 +71,9 @@ def run_verification(
 
     Every step compares the loss, every gradient and the gradient norm, the last one
     also every weight; the learning rate is that of the recipe. Rank 0 runs the serial
-    model on the whole global batch while the others wait, as long as it takes.
+    model on the whole global batch while the others wait, log.timeout_s for each rank.
 
-    recipe   resolved for the size of world; its precision is replaced by fp64
+    recipe   resolved for the size of world; it runs in fp64 on CPUs, whatever it says
     """
     if steps < 1:
         error = ConfigError(
@@ -103,14 +106,8 @@ def run_verification(
         return grid.world.broadcast_obj(verdict.passed)
 
 
-class _Serial:
-    """The reference: the same model on one rank, fed the whole global batch."""
-
-    def __init__(self, engine: Engine, sampler: Sampler) -> None:
-        self.engine, self.sampler = engine, sampler
-
-
 def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
+    """The same model on one rank, and samples that give it the whole batch."""
     alone = {
         "parallel.tensor": 1,
         "parallel.data": 1,
@@ -123,7 +120,7 @@ def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
         sampler.global_batch,
         sampler.micro_batch,
     )
-    return _Serial(Engine(recipe, serial_grid(), ops), whole)
+    return Engine(recipe, serial_grid(), ops), whole
 
 
 def _compare_step(
@@ -135,9 +132,8 @@ def _compare_step(
 ) -> None:
     result = layout.step(sampler.train_batches(step), sampler.valid_tokens)
     if serial is not None:
-        exact = serial.engine.step(
-            serial.sampler.train_batches(step), serial.sampler.valid_tokens
-        )
+        engine, whole = serial
+        exact = engine.step(whole.train_batches(step), whole.valid_tokens)
         loss = relative(result.loss, exact.loss)
         verdict.loss = larger(verdict.loss, loss)
         verdict.note(step + 1, "loss", None, loss)
@@ -159,7 +155,7 @@ def _compare_tensors(
     gathered = dict(global_arrays(layout.flat.parameters, select, layout.grid))
     if serial is None:
         return
-    exact = {p.name: select(p) for p in serial.engine.flat.parameters}
+    exact = {p.name: select(p) for p in serial[0].flat.parameters}
     comparison = getattr(verdict, kind)
     for name, error in tensor_errors(gathered, exact):
         comparison.add(name, error)
@@ -193,7 +189,7 @@ def report(verdict: Verdict, layout: str) -> None:
         )
 
 
-def _write(path: Path | None, verdict: Verdict) -> CheckpointError | None:
+def _write(path: Path | None, verdict: Verdict) -> ConfigError | None:
     """Writes the verdict where a path is given; what went wrong, if anything."""
     if path is None:
         return None
@@ -202,5 +198,6 @@ def _write(path: Path | None, verdict: Verdict) -> CheckpointError | None:
             json.dumps(verdict.as_dict(), indent=2) + "\n", encoding="utf-8"
         )
     except OSError as problem:
-        return CheckpointError(f"cannot write {path}: {problem}")
+        reason = f"cannot write --json {path}: {problem}"
+        return ConfigError([reason], title="the command")
     return None

@@ -96,7 +96,7 @@ def test_all_wrong_sizes_are_named_at_once(comm):
 def test_ranks_are_renumbered_node_by_node(comm, monkeypatch):
     """Ranks dealt out in turn over two nodes: tp stays inside a node, dp crosses."""
     monkeypatch.setattr(
-        "mpipar.grid.grid._survey", lambda world, size: ([0, 1, 0, 1], False, False)
+        "mpipar.grid.grid._survey", lambda world, size: ([0, 1, 0, 1], False, False, 0)
     )
     with Grid(comm, {"tp": 2, "dp": 2}) as grid:
         started_as = grid.world.all_gather(np.array([comm.rank])).tolist()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpipar.config import read_recipe
 from mpipar.data import Tokenizer, load_tokenizer
-from mpipar.errors import ConfigError
+from mpipar.errors import ConfigError, DataError
 from mpipar.generate.run import _check, _encode, _Printer, generate
 from mpipar.generate.sample import draw
 from mpipar.grid import serial_grid
@@ -173,12 +174,15 @@ def test_every_negative_setting_is_named() -> None:
 
 
 def test_a_prompt_must_fit_the_context() -> None:
-    tokenizer = load_tokenizer("bytes")
-    assert _encode("abcd", tokenizer, 4).tolist() == [97, 98, 99, 100]
+    tokenizer, world = load_tokenizer("bytes"), serial_grid().world
+    model = SimpleNamespace(context=4, vocab=150)
+    assert _encode("abcd", tokenizer, model, world).tolist() == [97, 98, 99, 100]
     with pytest.raises(ConfigError, match="5 tokens.*1 to 4"):
-        _encode("abcdé"[1:], tokenizer, 4)
+        _encode("abcde", tokenizer, model, world)
     # Nothing is said: the end of the document before it is.
-    assert _encode("", tokenizer, 4).tolist() == [0]
+    assert _encode("", tokenizer, model, world).tolist() == [0]
+    with pytest.raises(DataError, match="195.*150"):
+        _encode("é", tokenizer, model, world)
 
 
 def start(tokenizer: Tokenizer, prompt: str, *, speaks: bool = True) -> _Printer:
