@@ -1,6 +1,7 @@
 """Runs mpipar under a launcher as its users do, and looks at it while it runs."""
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +17,8 @@ from launcher import Job, environment, members, mpiexec, run_job
 BESIDE = Path(sys.executable).parent
 SCRIPT = [str(BESIDE / "mpipar")]
 MODULE = [sys.executable, "-m", "mpipar"]
-IS_OPENMPI = Path(mpiexec()[0]).with_name("prterun").exists()
+_LAUNCHER = Path(shutil.which(mpiexec()[0]) or mpiexec()[0])
+IS_OPENMPI = _LAUNCHER.with_name("prterun").exists()
 INJECT = str(Path(__file__).with_name("inject"))
 # Lets the shell live on when a launcher signals it, and writes down how mpipar ended.
 _NOTE_STATUS = """trap : INT TERM; "$@"; status=$?
