@@ -93,7 +93,6 @@ class _Writer:
             shutil.rmtree(self.draft, ignore_errors=True)
             return
         with self._noting_errors():
-            _flush(self.draft / MODEL)
             _flush(self.draft)
             self.draft.rename(self.final)
             _flush(self.final.parent)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     from mpipar.cli.findings import judge
     from mpipar.cli.launch import read_launch
 
-    error = None
+    error, bad = None, False
     facts = world.gather(collect(world.size))
     launch = read_launch(os.environ)
     if world.rank == 0 and launch.speaks:
@@ -43,13 +43,11 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
         _show(findings)
         error = _write(args.json, findings)
         bad = any(finding.state == "bad" for finding in findings)
-    else:
-        bad = False
-    error = world.bcast(error)
+    error, bad = world.bcast((error, bad))
     if error is not None:
         error.agreed = True
         raise error
-    return int(world.bcast(bad))
+    return int(bad)
 
 
 def _write(path: Path | None, findings: list[Finding]) -> ConfigError | None:

@@ -1,6 +1,6 @@
 """The feed-forward part of a block, its inner width cut over tp."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,27 @@ class _Mlp(Layer):
 
     activate(u) -> y, kept            u (b, s, columns of the first projection)
     activate_backward(dy, kept) -> du may overwrite dy
-    kept_items: items kept for each token
+    The activation keeps as many items a token as the first projection has columns.
     """
 
-    inputs: ColumnLinear
-    outputs: RowLinear
-    ops: Ops
-    kept_items: int
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[str],
+        width: int,
+        ffn: int,
+        *,
+        ops: Ops,
+        stream: Stream,
+        std: float,
+        out_std: float,
+        bias: bool,
+    ) -> None:
+        self.ops = ops
+        shared = {"ops": ops, "stream": stream, "bias": bias}
+        outputs = [even_output(f"{name}.{part}", ffn, stream.tp) for part in parts]
+        self.inputs = ColumnLinear.build(outputs, width, std=std, **shared)
+        self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
 
     def activate(self, u: Array) -> tuple[Array, Array]:
         """The activation, and what its backward needs."""
@@ -73,7 +87,7 @@ class _Mlp(Layer):
         self.inputs.backward_weight(left.inputs)
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        kept = batch * sequence * self.kept_items * self.ops.dtype.itemsize
+        kept = batch * sequence * self.inputs.weight.rows * self.ops.dtype.itemsize
         projections = self.inputs.cost(batch, sequence)
         return Cost(saved=kept) + projections + self.outputs.cost(batch, sequence)
 
@@ -102,12 +116,9 @@ class GeluMlp(_Mlp):
         out_std: float,
         tanh: bool,
     ) -> None:
-        self.ops, self.tanh = ops, tanh
-        up = even_output(f"{name}.up", ffn, stream.tp)
-        shared = {"ops": ops, "stream": stream, "bias": True}
-        self.inputs = ColumnLinear.build([up], width, std=std, **shared)
-        self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
-        self.kept_items = self.inputs.weight.rows
+        shared = {"ops": ops, "stream": stream, "std": std, "out_std": out_std}
+        super().__init__(name, ["up"], width, ffn, bias=True, **shared)
+        self.tanh = tanh
 
     def activate(self, u: Array) -> tuple[Array, Array]:
         return self.ops.gelu_fwd(u, tanh=self.tanh)
@@ -139,14 +150,8 @@ class SwigluMlp(_Mlp):
         std: float,
         out_std: float,
     ) -> None:
-        self.ops = ops
-        parts = [
-            even_output(f"{name}.{part}", ffn, stream.tp) for part in ("gate", "up")
-        ]
-        shared = {"ops": ops, "stream": stream, "bias": False}
-        self.inputs = ColumnLinear.build(parts, width, std=std, **shared)
-        self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
-        self.kept_items = self.inputs.weight.rows
+        shared = {"ops": ops, "stream": stream, "std": std, "out_std": out_std}
+        super().__init__(name, ["gate", "up"], width, ffn, bias=False, **shared)
 
     def activate(self, u: Array) -> tuple[Array, Array]:
         gate, up = self._halves(u)
