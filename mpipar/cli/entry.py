@@ -16,13 +16,18 @@ from io import StringIO
 from types import ModuleType
 
 from mpipar.cli.launch import FAILED, LAST_WORDS_S, Launch, read_launch
+from mpipar.errors import MpiparError
 
 COMMANDS = {
     "train": "train a recipe",
     "verify": "prove that a layout computes what one rank computes",
     "generate": "continue a prompt with a trained model",
     "doctor": "tell what MPI, BLAS, HDF5 and GPUs are here and what is wrong",
+    "bench peers": "time the same training in PyTorch and in mpipar, in turns",
+    "bench step": "tell where the time of a training step goes",
+    "bench serve": "make steps when told to, as bench peers asks its workers to",
 }
+GROUPS = {"bench": "measure speed"}
 
 
 class _Version(argparse.Action):
@@ -45,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read the launcher's word before MPI starts: some libraries set the same variables.
     launch = read_launch(os.environ)
     args, command = _parse(sys.argv[1:] if argv is None else argv, launch)
+    if hasattr(command, "run_outside"):
+        return _run_outside(command, args, launch)
     return _load("mpipar.cli.world", launch).run_in_world(command, args, launch)
 
 
@@ -54,6 +61,16 @@ def _load(name: str, launch: Launch) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         sys.exit(_end_job(error, launch))
+
+
+def _run_outside(command: ModuleType, args: argparse.Namespace, launch: Launch) -> int:
+    """Run a command that takes no part in an MPI job."""
+    try:
+        return command.run_outside(args, launch)
+    except MpiparError as error:
+        if launch.speaks:
+            print(f"mpipar: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def _end_job(error: BaseException, launch: Launch) -> int:
@@ -82,18 +99,17 @@ def _parse(
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="print the version and leave"
     )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        subparsers.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-        )
+    parsers = _add_commands(parser)
 
     # Import the asked command only, so that help stays light.
     module = None
-    if argv and argv[0] in COMMANDS:
-        module = _load(f"mpipar.cli.{argv[0]}", launch)
-        parser, argv = subparsers.choices[argv[0]], argv[1:]
-        module.add_arguments(parser)
+    for words in (1, 2):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            module = _load(f"mpipar.cli.{name.replace(' ', '_')}", launch)
+            parser, argv = parsers[name], argv[words:]
+            module.add_arguments(parser)
+            break
 
     # Every rank parses the same words; one of them is enough to answer. Intermixed,
     # so that key=value may stand before and after the options.
@@ -101,6 +117,26 @@ def _parse(
         if module is None:
             parser.parse_args(argv)
         return parser.parse_intermixed_args(argv), module
+
+
+def _add_commands(
+    parser: argparse.ArgumentParser,
+) -> dict[str, argparse.ArgumentParser]:
+    """Add a parser for each command, those of a group below that of the group."""
+    options = {"required": True, "metavar": "COMMAND"}
+    above = {"": parser.add_subparsers(dest="command", **options)}
+    parsers = {}
+    for name, summary in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in above:
+            head = above[""].add_parser(group, **_described(GROUPS[group]))
+            above[group] = head.add_subparsers(dest="part", **options)
+        parsers[name] = above[group].add_parser(last, **_described(summary))
+    return parsers
+
+
+def _described(summary: str) -> dict[str, str]:
+    return {"help": summary, "description": f"{summary[0].upper()}{summary[1:]}."}
 
 
 @contextmanager

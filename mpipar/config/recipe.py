@@ -128,7 +128,11 @@ class Train(Section):
         description="sequences per data rank in one forward pass; "
         "0 = global_batch / data",
     )
-    precision: Literal["fp64", "fp32"] = Field("fp32", description="type of all floats")
+    precision: Literal["fp64", "fp32", "bf16"] = Field(
+        "fp32",
+        description="type of all floats; bf16 = fp32 with matrix products of bf16 "
+        "numbers, on CPUs that have them",
+    )
     seed: Natural = Field(0, description="of weights, dropout and data order")
     clip: NotNegative = Field(
         1.0, description="largest global norm of the gradient; 0 = off"

@@ -163,6 +163,7 @@ def _load(file: Path, flat: FlatState, grid: Any) -> None:
     error: Exception | None = None
     try:
         load_weights(file, flat.parameters, flat.ops)
+        flat.refresh()
     except (MpiparError, OSError) as problem:
         error = problem
     raise_together(error, grid.world)

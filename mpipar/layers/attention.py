@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpipar.layers.base import Layer, Step
+from mpipar.layers.base import Branch, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Parameter, cut
 from mpipar.layers.rope import Rope
@@ -59,7 +59,7 @@ def key_value_output(name: str, heads: int, head_width: int, tp: Any) -> Output:
     )
 
 
-class CausalSelfAttention(Layer):
+class CausalSelfAttention(Branch):
     """y = concat_heads(softmax(q kᵀ/√h + causal mask) v) Woᵀ + bo, heads cut over tp.
 
     Shapes    x, y (b, s/u, d)  stream layout; u = tp under sequence parallelism, else 1
@@ -108,7 +108,9 @@ class CausalSelfAttention(Layer):
         yield from self.inputs.parameters()
         yield from self.outputs.parameters()
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, AttentionSaved]:
+    def forward(
+        self, x: Array, step: Step, onto: Array | None = None
+    ) -> tuple[Array, AttentionSaved]:
         qkv, inputs = self.inputs.forward(x, step)
         q, k, v = self._heads(qkv)
         if self.rope is not None:
@@ -121,7 +123,7 @@ class CausalSelfAttention(Layer):
         o, lse = self.ops.attention_fwd(
             q, k, v, scale=self._scale, offset=offset, dropout=self._dropout(step)
         )
-        y, outputs = self.outputs.forward(o.reshape(*o.shape[:2], -1), step)
+        y, outputs = self.outputs.forward(o.reshape(*o.shape[:2], -1), step, onto)
         return y, AttentionSaved(inputs, qkv, lse, outputs, step)
 
     def backward_input(

@@ -77,6 +77,16 @@ class Layer:
         raise NotImplementedError
 
 
+class Branch(Layer):
+    """A layer that can add what its output is added to: a residual block's branch."""
+
+    def forward(
+        self, x: Array, step: Step, onto: Array | None = None
+    ) -> tuple[Array, Any]:
+        """y + onto, and what the backward pass needs."""
+        raise NotImplementedError
+
+
 class Chain(Layer):
     """Layers applied one after another."""
 

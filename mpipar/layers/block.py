@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpipar.layers.base import Layer, Step
+from mpipar.layers.base import Branch, Layer, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.dropout import Dropout
+from mpipar.layers.norm import Norm
 from mpipar.layers.parameter import Parameter
 
 Array = Any
@@ -24,13 +25,16 @@ class ResidualSaved:
 class Residual(Layer):
     """y = x + dropout(branch(norm(x))).
 
+    The branch adds x itself (`onto`) where nothing is dropped, and the norm adds dy to
+    its gradient: the sums cost no pass of their own.
+
     Shapes    x, y (b, s/u, d)   stream layout
     Backward  dx = dy + norm′ᵀ(branch′ᵀ(dropout′ᵀ(dy)))
     Saves, Moves, Flops   those of its parts
     Source    He et al. 2016; pre-norm order as Radford et al. 2019
     """
 
-    def __init__(self, norm: Layer, branch: Layer, dropout: Dropout) -> None:
+    def __init__(self, norm: Norm, branch: Branch, dropout: Dropout) -> None:
         self.norm, self.branch, self.dropout = norm, branch, dropout
 
     def parameters(self) -> Iterator[Parameter]:
@@ -39,17 +43,20 @@ class Residual(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, ResidualSaved]:
         h, norm = self.norm.forward(x, step)
-        h, branch = self.branch.forward(h, step)
-        y, dropout = self.dropout.forward(h, step)
-        y += x
+        if self.dropout.is_active(step):
+            h, branch = self.branch.forward(h, step)
+            y, dropout = self.dropout.forward(h, step)
+            y += x
+        else:
+            y, branch = self.branch.forward(h, step, onto=x)
+            _, dropout = self.dropout.forward(y, step)
         return y, ResidualSaved(norm, branch, dropout)
 
     def backward_input(self, dy: Array, saved: ResidualSaved) -> tuple[Array, Any]:
         d, _ = self.dropout.backward_input(dy, saved.dropout)
         d, left = self.branch.backward_input(d, saved.branch)
-        d, _ = self.norm.backward_input(d, saved.norm)
-        d += dy
-        return d, left
+        dx, _ = self.norm.backward_input(d, saved.norm, onto=dy)
+        return dx, left
 
     def backward_weight(self, left: Any) -> None:
         self.branch.backward_weight(left)

@@ -46,8 +46,12 @@ class Dropout(Layer):
     def cost(self, batch: int, sequence: int) -> Cost:
         return Cost()
 
+    def is_active(self, step: Step) -> bool:
+        """True where elements are dropped."""
+        return bool(self.rate) and step.training
+
     def _apply(self, x: Array, step: Step) -> Array:
-        if not self.rate or not step.training:
+        if not self.is_active(step):
             return x
         positions = self.stream.positions(step.positions)
         rows = (positions[None, :], step.samples[:, None], step.number)

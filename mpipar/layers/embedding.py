@@ -104,4 +104,4 @@ class Embedding(Layer):
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence
         full = tokens * self.width * self.ops.dtype.itemsize
-        return Cost(saved=8 * tokens) + self.stream.enter_cost(full)
+        return Cost(saved=8 * tokens) + self.stream.enter_cost(full, full)

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpipar.layers.base import Layer, Step
+import numpy as np
+
+from mpipar.layers.base import Branch, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Parameter
 from mpipar.layers.stream import Stream
@@ -31,12 +33,13 @@ class MlpLeft:
     outputs: Any
 
 
-class _Mlp(Layer):
+class _Mlp(Branch):
     """Two projections around an activation; subclasses give the activation.
 
     activate(u) -> y, kept            u (b, s, columns of the first projection)
     activate_backward(dy, kept) -> du may overwrite dy
-    The activation keeps as many items a token as the first projection has columns.
+    The activation keeps as many items a token as the first projection has columns, of
+    the type that `kept_dtype` says.
     """
 
     def __init__(
@@ -58,6 +61,11 @@ class _Mlp(Layer):
         self.inputs = ColumnLinear.build(outputs, width, std=std, **shared)
         self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)
 
+    @property
+    def kept_dtype(self) -> np.dtype:
+        """Type of what the activation keeps."""
+        raise NotImplementedError
+
     def activate(self, u: Array) -> tuple[Array, Array]:
         """The activation, and what its backward needs."""
         raise NotImplementedError
@@ -70,10 +78,12 @@ class _Mlp(Layer):
         yield from self.inputs.parameters()
         yield from self.outputs.parameters()
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, MlpSaved]:
+    def forward(
+        self, x: Array, step: Step, onto: Array | None = None
+    ) -> tuple[Array, MlpSaved]:
         u, inputs = self.inputs.forward(x, step)
         y, kept = self.activate(u)
-        y, outputs = self.outputs.forward(y, step)
+        y, outputs = self.outputs.forward(y, step, onto)
         return y, MlpSaved(inputs, kept, outputs)
 
     def backward_input(self, dy: Array, saved: MlpSaved) -> tuple[Array, MlpLeft]:
@@ -87,7 +97,7 @@ class _Mlp(Layer):
         self.inputs.backward_weight(left.inputs)
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        kept = batch * sequence * self.inputs.weight.rows * self.ops.dtype.itemsize
+        kept = batch * sequence * self.inputs.weight.rows * self.kept_dtype.itemsize
         projections = self.inputs.cost(batch, sequence)
         return Cost(saved=kept) + projections + self.outputs.cost(batch, sequence)
 
@@ -97,7 +107,7 @@ class GeluMlp(_Mlp):
 
     Shapes    x, y (b, s/u, d)   stream layout;  inner (b, s, f/tp)
     Backward  as the projections, with du = dy·GELU′(u)
-    Saves     x, the slope GELU′(u), GELU(u): b·s/u·d + 2·b·s·f/tp items
+    Saves     x, the slope GELU′(u), GELU(u): b·s/u·d + 2·b·s·f/tp operand items
     Moves     as ColumnLinear plus RowLinear
     Flops     4·b·s·d·f/tp
     Precision the compute type
@@ -120,6 +130,10 @@ class GeluMlp(_Mlp):
         super().__init__(name, ["up"], width, ffn, bias=True, **shared)
         self.tanh = tanh
 
+    @property
+    def kept_dtype(self) -> np.dtype:
+        return self.ops.operand_dtype
+
     def activate(self, u: Array) -> tuple[Array, Array]:
         return self.ops.gelu_fwd(u, tanh=self.tanh)
 
@@ -132,7 +146,7 @@ class SwigluMlp(_Mlp):
 
     Shapes    x, y (b, s/u, d)   stream layout;  inner (b, s, f/tp)
     Backward  as the projections, with dgate and dup as `Ops.swiglu_dx`
-    Saves     x, gate, up, their product: b·s/u·d + 3·b·s·f/tp items
+    Saves     x and the product, b·s/u·d + b·s·f/tp operand items; gate and up
     Moves     as ColumnLinear plus RowLinear
     Flops     6·b·s·d·f/tp
     Precision the compute type
@@ -153,12 +167,16 @@ class SwigluMlp(_Mlp):
         shared = {"ops": ops, "stream": stream, "std": std, "out_std": out_std}
         super().__init__(name, ["gate", "up"], width, ffn, bias=False, **shared)
 
+    @property
+    def kept_dtype(self) -> np.dtype:
+        return self.ops.dtype
+
     def activate(self, u: Array) -> tuple[Array, Array]:
         gate, up = self._halves(u)
         return self.ops.swiglu_fwd(gate, up), u
 
     def activate_backward(self, dy: Array, kept: Array) -> Array:
-        du = self.ops.empty(kept.shape)
+        du = self.ops.empty_operand(kept.shape)
         (gate, up), (dgate, dup) = self._halves(kept), self._halves(du)
         self.ops.swiglu_dx(dy, gate, up, dgate=dgate, dup=dup)
         return du

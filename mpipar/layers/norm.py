@@ -13,6 +13,16 @@ from mpipar.ops import Ops
 Array = Any
 
 
+class Norm(Layer):
+    """A layer that can add to its input gradient the one that went around its block."""
+
+    def backward_input(
+        self, dy: Array, saved: Any, onto: Array | None = None
+    ) -> tuple[Array, None]:
+        """dx + onto; gradients of gain and bias are added at once."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
 class LayerNormSaved:
     """Input and statistics of a LayerNorm."""
@@ -22,7 +32,7 @@ class LayerNormSaved:
     rstd: Array
 
 
-class LayerNorm(Layer):
+class LayerNorm(Norm):
     """y = (x − μ)/√(σ² + eps) · gain + bias over the last dim.
 
     Shapes    x, y (b, s/t, d) with t = tp under sequence parallelism, else 1
@@ -53,7 +63,9 @@ class LayerNorm(Layer):
         )
         return y, LayerNormSaved(x, mean, rstd)
 
-    def backward_input(self, dy: Array, saved: LayerNormSaved) -> tuple[Array, None]:
+    def backward_input(
+        self, dy: Array, saved: LayerNormSaved, onto: Array | None = None
+    ) -> tuple[Array, None]:
         dx = self.ops.layernorm_bwd(
             dy,
             saved.x,
@@ -62,6 +74,7 @@ class LayerNorm(Layer):
             self.gain.data,
             dgain=self.gain.grad,
             dbias=self.bias.grad,
+            onto=onto,
         )
         return dx, None
 
@@ -78,7 +91,7 @@ class RMSNormSaved:
     rstd: Array
 
 
-class RMSNorm(Layer):
+class RMSNorm(Norm):
     """y = x/√(mean(x²) + eps) · gain over the last dim.
 
     Shapes    x, y (b, s/t, d) with t = tp under sequence parallelism, else 1
@@ -105,9 +118,16 @@ class RMSNorm(Layer):
         y, rstd = self.ops.rmsnorm_fwd(x, self.gain.data, eps=self.eps)
         return y, RMSNormSaved(x, rstd)
 
-    def backward_input(self, dy: Array, saved: RMSNormSaved) -> tuple[Array, None]:
+    def backward_input(
+        self, dy: Array, saved: RMSNormSaved, onto: Array | None = None
+    ) -> tuple[Array, None]:
         dx = self.ops.rmsnorm_bwd(
-            dy, saved.x, saved.rstd, self.gain.data, dgain=self.gain.grad
+            dy,
+            saved.x,
+            saved.rstd,
+            self.gain.data,
+            dgain=self.gain.grad,
+            onto=onto,
         )
         return dx, None
 

@@ -67,13 +67,13 @@ class Stream:
         """The entries of a per-position array (s, ...) that belong to this rank."""
         return reshard(positions, R, S(0), self.tp) if self.is_cut else positions
 
-    def leave_cost(self, nbytes: int) -> Cost:
-        """Messages of `leave` and of its adjoint for a tensor of `nbytes`."""
-        return self._move(self.layout, R, nbytes) + self._move(P, self.layout, nbytes)
+    def leave_cost(self, there: int, back: int) -> Cost:
+        """Messages of `leave` and of its adjoint, for tensors of so many bytes."""
+        return self._move(self.layout, R, there) + self._move(P, self.layout, back)
 
-    def enter_cost(self, nbytes: int) -> Cost:
-        """Messages of `enter` and of its adjoint for a tensor of `nbytes`."""
-        return self._move(P, self.layout, nbytes) + self._move(self.layout, R, nbytes)
+    def enter_cost(self, there: int, back: int) -> Cost:
+        """Messages of `enter` and of its adjoint, for tensors of so many bytes."""
+        return self._move(P, self.layout, there) + self._move(self.layout, R, back)
 
     def again_cost(self, nbytes: int) -> Cost:
         """Messages of gathering an input once more for a weight gradient."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.attention import AttentionOps
-from mpipar.ops.philox import normal_at, stream_key, uniform_rows
+from mpipar.ops.random import RandomOps
 
 Array = Any
 
@@ -24,7 +24,7 @@ GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
 GELU_TANH_CUBIC = 0.044715
 
 
-class Ops(AttentionOps):
+class Ops(AttentionOps, RandomOps):
     """Array maths on one device in one floating-point type.
 
     xp      array module, NumPy or CuPy
@@ -34,6 +34,27 @@ class Ops(AttentionOps):
     def __init__(self, xp: ModuleType = np, dtype: str = "float64") -> None:
         self.xp = xp
         self.dtype = np.dtype(dtype)
+
+    @property
+    def precision(self) -> str:
+        """What the recipe calls it: fp64, fp32 or bf16."""
+        if self.operand_dtype != self.dtype:
+            return "bf16"
+        return "fp64" if self.dtype == np.float64 else "fp32"
+
+    @property
+    def operand_dtype(self) -> np.dtype:
+        """Type of arrays that only matrix products read."""
+        return self.dtype
+
+    def operand(self, x: Array, out: Array | None = None) -> Array:
+        """x as matrix products take it, in `out` or a new array; x itself where it is
+        of their type."""
+        return x
+
+    def empty_operand(self, shape: tuple[int, ...]) -> Array:
+        """An uninitialised array of the operand type."""
+        return self.xp.empty(shape, self.operand_dtype)
 
     @property
     def on_host(self) -> bool:
@@ -62,25 +83,33 @@ class Ops(AttentionOps):
         """Wait until the device has done all work given to it (nothing on a CPU)."""
 
     def matmul_rate(self, repeats: int = 4) -> float:
-        """FLOP/s of a square matrix product here and now: the best of a few."""
-        size = 512 if self.on_host else 4096
-        a = self.xp.ones((size, size), self.dtype)
+        """FLOP/s of a square product of operands here and now: the best of a few."""
+        size = 768 if self.on_host else 4096
+        # Two arrays: the product of one with itself would be computed by halves.
+        a, b = (self.operand(self.xp.ones((size, size), self.dtype)) for _ in "ab")
         best = math.inf
         for _ in range(repeats):
             begin = time.perf_counter()
-            self.xp.matmul(a, a)
+            self.linear_fwd(a, b)
             self.synchronize()
             best = min(best, time.perf_counter() - begin)
         return 2.0 * size**3 / best
 
     # --- dense products ---------------------------------------------------------------
 
-    def linear_fwd(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        """y = x Wᵀ + b.   x (..., d), W (f, d), b (f,)  →  y (..., f)"""
+    def linear_fwd(
+        self, x: Array, w: Array, b: Array | None = None, onto: Array | None = None
+    ) -> Array:
+        """y = x Wᵀ + b + onto.   x (..., d), W (f, d), b (f,), onto and y (..., f)"""
         y = self.xp.matmul(x.reshape(-1, x.shape[-1]), w.T)
-        if b is not None:
-            y += b
-        return y.reshape(*x.shape[:-1], w.shape[0])
+        return self.add_residual(y.reshape(*x.shape[:-1], w.shape[0]), b, onto)
+
+    def add_residual(self, y: Array, b: Array | None, onto: Array | None) -> Array:
+        """y += b + onto, those that there are; returns y.   y, onto (..., f), b (f,)"""
+        for summand in (b, onto):
+            if summand is not None:
+                y += summand
+        return y
 
     def linear_dx(self, dy: Array, w: Array) -> Array:
         """dx = dy W.   dy (..., f), W (f, d)  →  (..., d)"""
@@ -174,15 +203,17 @@ class Ops(AttentionOps):
         *,
         dgain: Array,
         dbias: Array,
+        onto: Array | None = None,
     ) -> Array:
-        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)), dŷ = dy·gain; adds to dgain, dbias."""
+        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)) + onto, dŷ = dy·gain; adds to dgain,
+        dbias."""
         hat = (x - mean[..., None]) * rstd[..., None]
         dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
         dbias += dy.reshape(-1, x.shape[-1]).sum(axis=0)
         d = dy * gain
         c1 = d.mean(axis=-1, keepdims=True)
         c2 = (d * hat).mean(axis=-1, keepdims=True)
-        return (d - c1 - hat * c2) * rstd[..., None]
+        return self.add_residual((d - c1 - hat * c2) * rstd[..., None], None, onto)
 
     def rmsnorm_fwd(self, x: Array, gain: Array, *, eps: float) -> tuple[Array, Array]:
         """y = x·r·gain, r = 1/√(mean(x²) + eps).   Zhang & Sennrich 2019
@@ -193,14 +224,21 @@ class Ops(AttentionOps):
         return x * rstd[..., None] * gain, rstd
 
     def rmsnorm_bwd(
-        self, dy: Array, x: Array, rstd: Array, gain: Array, *, dgain: Array
+        self,
+        dy: Array,
+        x: Array,
+        rstd: Array,
+        gain: Array,
+        *,
+        dgain: Array,
+        onto: Array | None = None,
     ) -> Array:
-        """dx = r(dŷ − x̂·mean(dŷ·x̂)) with dŷ = dy·gain; adds to dgain."""
+        """dx = r(dŷ − x̂·mean(dŷ·x̂)) + onto with dŷ = dy·gain; adds to dgain."""
         hat = x * rstd[..., None]
         dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
         d = dy * gain
         c2 = (d * hat).mean(axis=-1, keepdims=True)
-        return (d - hat * c2) * rstd[..., None]
+        return self.add_residual((d - hat * c2) * rstd[..., None], None, onto)
 
     # --- positions --------------------------------------------------------------------
 
@@ -297,47 +335,6 @@ class Ops(AttentionOps):
         rows = self.xp.flatnonzero((local >= 0) & (local < e.shape[1]))
         e[rows, local[rows]] -= seed[rows]
         return e
-
-    # --- random numbers ---------------------------------------------------------------
-
-    def dropout_scale(
-        self,
-        rate: float,
-        width: int,
-        rows: tuple[Array, Array, Array],
-        key: tuple[int, int],
-        *,
-        start: int = 0,
-    ) -> Array:
-        """1/(1 − rate) where an element is kept, 0 where it is dropped.
-
-        Element (r, j) depends on (key, rows[r], start + j) alone.   →  (..., width)
-        """
-        u = uniform_rows(width, rows, key, self.xp, start)
-        return (u >= rate).astype(self.dtype) * self.dtype.type(1.0 / (1.0 - rate))
-
-    def fill_normal(
-        self,
-        out: Array,
-        *,
-        std: float,
-        seed: int,
-        name: str,
-        shape: tuple[int, ...],
-        box: tuple[tuple[int, int], ...],
-    ) -> None:
-        """Fills `out` with the box of the global tensor `name` of N(0, std²) numbers.
-
-        Shapes   out: the box's sizes; shape, box: global sizes and half-open intervals
-        """
-        index = np.zeros((1,) * len(shape), np.int64)
-        for dim, (lo, hi) in enumerate(box):
-            stride = math.prod(shape[dim + 1 :])
-            axis = [1] * len(shape)
-            axis[dim] = hi - lo
-            index = index + (np.arange(lo, hi, dtype=np.int64) * stride).reshape(axis)
-        values = normal_at(index.reshape(-1), stream_key(seed, name))
-        out[...] = self.asarray((values * std).reshape(out.shape)).astype(self.dtype)
 
     # --- optimizer --------------------------------------------------------------------
 

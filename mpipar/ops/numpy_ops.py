@@ -1,111 +1,123 @@
-"""NumPy ops: the reference with passes over large arrays done in place, by row blocks
-that stay in the L2 cache. Same signatures, same results up to rounding.
+"""CPU ops: products by NumPy's BLAS, everything else in one fused pass by a kernel.
+
+Same signatures as the reference, same results up to rounding. Threads share rows: each
+calls BLAS for its own, so that BLAS itself needs no threads.
 """
 
-import ctypes
 import math
-import sys
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from mpipar.ops.base import GELU_TANH_CUBIC, GELU_TANH_SCALE, Ops
+from mpipar.ops.attention import DropoutTile
+from mpipar.ops.blas import add_product, gemm_address
+from mpipar.ops.kernels import attention, elementwise, loss, norm, optimizer, random
+from mpipar.ops.runner import KernelOps, optional, rows_of, spaced_rows
+from mpipar.ops.team import MULTIPLY_ADDS
 
-_CACHE_BYTES = 640 * 1024
 
+class NumpyOps(KernelOps):
+    """Fast CPU ops in the compute type `dtype`, float32 or float64.
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed arrays: fresh pages cost a zeroing on every step.
-
-    Raises malloc's thresholds M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); nothing
-    happens where the C library has no mallopt.
+    threads   that share each operation
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(ctypes.c_int(-3), ctypes.c_int(1 << 30))
-    mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))
 
+    def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
+        super().__init__(dtype, threads)
+        self._gemm = gemm_address(self.dtype.name)
 
-class NumpyOps(Ops):
-    """Fast CPU ops in the compute type `dtype`, float32 or float64."""
-
-    def __init__(self, dtype: str = "float32") -> None:
-        super().__init__(np, dtype)
-        keep_freed_memory()
-        self._ones = np.ones(1024, self.dtype)
-
-    def ones(self, size: int) -> np.ndarray:
-        """A vector of ones, to sum rows and columns by the matrix product."""
-        if self._ones.size < size:
-            self._ones = np.ones(size, self.dtype)
-        return self._ones[:size]
-
-    def row_sum(self, x: np.ndarray) -> np.ndarray:
-        if not x.flags.c_contiguous:
-            return super().row_sum(x)
-        sums = x.reshape(-1, x.shape[-1]) @ self.ones(x.shape[-1])
-        return sums.reshape(*x.shape[:-1], 1)
-
-    def _row_blocks(self, rows: int, width: int, arrays: int) -> Iterator[slice]:
-        """Row slices such that `arrays` blocks of that width fit in the cache."""
-        size = max(8, _CACHE_BYTES // max(1, width * arrays * self.dtype.itemsize))
-        for lo in range(0, rows, size):
-            yield slice(lo, min(lo + size, rows))
-
-    def _column_sum(self, x: np.ndarray, out: np.ndarray) -> None:
-        """out += Σ_rows x"""
-        out += self.ones(x.shape[0]) @ x
+    # --- dense products ---------------------------------------------------------------
 
     def linear_fwd(
-        self, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None
+        self,
+        x: np.ndarray,
+        w: np.ndarray,
+        b: np.ndarray | None = None,
+        onto: np.ndarray | None = None,
     ) -> np.ndarray:
-        y = np.matmul(x.reshape(-1, x.shape[-1]), w.T)
-        if b is not None:
-            for rows in self._row_blocks(*y.shape, 1):
-                y[rows] += b
-        return y.reshape(*x.shape[:-1], w.shape[0])
+        y = np.empty((*x.shape[:-1], w.shape[0]), self.dtype)
+        rows, out = rows_of(x), rows_of(y)
+        base = None if onto is None else rows_of(onto)
+
+        def work(lo: int, hi: int, thread: int) -> None:
+            part = out[lo:hi]
+            if base is None:
+                self._multiply(rows[lo:hi], w.T, part, thread, bias=b)
+                return
+            if b is None:
+                part[...] = base[lo:hi]
+            else:
+                elementwise.sum_rows(out, base, b, lo, hi)
+            self._multiply(rows[lo:hi], w.T, part, thread, add=True)
+
+        self.team.share(len(out), work, y.size * w.shape[1] // MULTIPLY_ADDS)
+        return y
+
+    def linear_dx(self, dy: np.ndarray, w: np.ndarray) -> np.ndarray:
+        dx = np.empty((*dy.shape[:-1], w.shape[1]), self.dtype)
+        rows, out = rows_of(dy), rows_of(dx)
+        self.team.share(
+            len(out),
+            lambda lo, hi, t: self._multiply(rows[lo:hi], w, out[lo:hi], t),
+            dx.size * w.shape[0] // MULTIPLY_ADDS,
+        )
+        return dx
+
+    def linear_dw(self, dy: np.ndarray, x: np.ndarray, dw: np.ndarray) -> None:
+        grad, rows = rows_of(dy), rows_of(x)
+
+        def work(lo: int, hi: int, thread: int) -> None:
+            self._multiply(grad[:, lo:hi].T, rows, dw[lo:hi], thread, add=True)
+
+        self.team.share(len(dw), work, dw.size * len(rows) // MULTIPLY_ADDS)
+
+    def _multiply(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        out: np.ndarray,
+        thread: int,
+        *,
+        bias: np.ndarray | None = None,
+        add: bool = False,
+    ) -> None:
+        """out = a b + bias, or out += a b; one thread of the team does it."""
+        if bias is not None:
+            out[...] = bias
+        if add or bias is not None:
+            add_product(a, b, out)
+        else:
+            np.matmul(a, b, out=out)
 
     def linear_db(self, dy: np.ndarray, db: np.ndarray) -> None:
-        self._column_sum(dy.reshape(-1, dy.shape[-1]), db)
+        self._summed(elementwise.column_sum, rows_of(dy), sums=[db])
+
+    def add_residual(
+        self, y: np.ndarray, b: np.ndarray | None, onto: np.ndarray | None
+    ) -> np.ndarray:
+        if b is None or onto is None:
+            return super().add_residual(y, b, onto)
+        self._by_rows(elementwise.add_rows, rows_of(y), rows_of(onto), b)
+        return y
+
+    # --- activations ------------------------------------------------------------------
 
     def gelu_fwd(self, x: np.ndarray, *, tanh: bool) -> tuple[np.ndarray, np.ndarray]:
-        if not tanh:
-            return super().gelu_fwd(x, tanh=tanh)
-        flat = x.reshape(-1, x.shape[-1])
-        y, slope = np.empty_like(flat), np.empty_like(flat)
-        # x Φ(x) = x σ(2z) with 2z = x (a + c x²); slope = σ + y (1 − σ)(a + 3c x²)
-        a, c = 2.0 * GELU_TANH_SCALE, 2.0 * GELU_TANH_SCALE * GELU_TANH_CUBIC
-        for rows in self._row_blocks(*flat.shape, 5):
-            u, g, d = flat[rows], y[rows], slope[rows]
-            square = np.multiply(u, u, out=self.scratch("gelu square", u.shape))
-            sigma = np.multiply(square, -c, out=self.scratch("gelu sigma", u.shape))
-            sigma -= a
-            sigma *= u
-            with np.errstate(over="ignore"):
-                np.exp(sigma, out=sigma)
-            sigma += 1.0
-            np.reciprocal(sigma, out=sigma)
-            np.multiply(u, sigma, out=g)
-            square *= 3.0 * c
-            square += a
-            square *= g
-            np.subtract(1.0, sigma, out=d)
-            d *= square
-            d += sigma
-        return y.reshape(x.shape), slope.reshape(x.shape)
+        y, slope = self.empty_operand(x.shape), self.empty_operand(x.shape)
+        kernel = elementwise.gelu_tanh if tanh else elementwise.gelu_erf
+        self._by_rows(kernel, rows_of(x), rows_of(y), rows_of(slope))
+        return y, slope
+
+    def gelu_dx(self, dy: np.ndarray, slope: np.ndarray) -> np.ndarray:
+        dx = self._over(dy)
+        self._by_rows(elementwise.multiply, rows_of(dy), rows_of(slope), rows_of(dx))
+        return dx
 
     def swiglu_fwd(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        y = np.empty(gate.shape, gate.dtype)
-        g2, u2, y2 = (_as_rows(a) for a in (gate, up, y))
-        for rows in self._row_blocks(*y2.shape, 3):
-            out = y2[rows]
-            _sigmoid(g2[rows], out)
-            out *= g2[rows]
-            out *= u2[rows]
+        y = self.empty_operand(gate.shape)
+        self._by_rows(
+            elementwise.swiglu, spaced_rows(gate), spaced_rows(up), rows_of(y)
+        )
         return y
 
     def swiglu_dx(
@@ -117,41 +129,20 @@ class NumpyOps(Ops):
         dgate: np.ndarray,
         dup: np.ndarray,
     ) -> None:
-        views = (_as_rows(a) for a in (dy, gate, up, dgate, dup))
-        d, g, u, dg, du = views
-        for rows in self._row_blocks(*d.shape, 6):
-            sigma = self.scratch("swiglu sigma", d[rows].shape)
-            _sigmoid(g[rows], sigma)
-            np.multiply(d[rows], sigma, out=du[rows])
-            # dgate = dy·up·σ(1 + gate(1−σ));  dup = dy·σ·gate
-            np.subtract(1.0, sigma, out=sigma)
-            sigma *= g[rows]
-            sigma += 1.0
-            sigma *= u[rows]
-            np.multiply(du[rows], sigma, out=dg[rows])
-            du[rows] *= g[rows]
+        views = (spaced_rows(a) for a in (gate, up, dgate, dup))
+        self._by_rows(elementwise.swiglu_back, rows_of(dy), *views)
+
+    # --- norms ------------------------------------------------------------------------
 
     def layernorm_fwd(
         self, x: np.ndarray, gain: np.ndarray, bias: np.ndarray, *, eps: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        flat = x.reshape(-1, x.shape[-1])
-        y = np.empty_like(flat)
-        mean, rstd = (np.empty(flat.shape[0], self.dtype) for _ in range(2))
-        one, share = self.ones(flat.shape[1]), 1.0 / flat.shape[1]
-        for rows in self._row_blocks(*flat.shape, 3):
-            h, m, r = y[rows], mean[rows], rstd[rows]
-            np.matmul(flat[rows], one, out=m)
-            m *= share
-            np.subtract(flat[rows], m[:, None], out=h)
-            _inverse_root(h, share, eps, r)
-            h *= r[:, None]
-            h *= gain
-            h += bias
-        return (
-            y.reshape(x.shape),
-            mean.reshape(x.shape[:-1]),
-            rstd.reshape(x.shape[:-1]),
-        )
+        y = self.empty_operand(x.shape)
+        mean, rstd = (np.empty(x.shape[:-1], self.dtype) for _ in range(2))
+        flat = mean.reshape(-1), rstd.reshape(-1)
+        eps = self.dtype.type(eps)
+        self._by_rows(norm.layernorm, rows_of(x), gain, bias, eps, rows_of(y), *flat)
+        return y, mean, rstd
 
     def layernorm_bwd(
         self,
@@ -163,38 +154,23 @@ class NumpyOps(Ops):
         *,
         dgain: np.ndarray,
         dbias: np.ndarray,
+        onto: np.ndarray | None = None,
     ) -> np.ndarray:
-        width = x.shape[-1]
-        flat, grad = x.reshape(-1, width), dy.reshape(-1, width)
-        mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)
-        dx = np.empty_like(flat)
-        one, share = self.ones(width), 1.0 / width
-        for rows in self._row_blocks(*flat.shape, 5):
-            hat = np.subtract(
-                flat[rows], mean[rows], out=self.scratch("norm hat", dx[rows].shape)
-            )
-            hat *= rstd[rows]
-            d = np.multiply(grad[rows], hat, out=dx[rows])
-            self._column_sum(d, dgain)
-            self._column_sum(grad[rows], dbias)
-            np.multiply(grad[rows], gain, out=d)
-            c1 = (d @ one) * share
-            hat *= (np.vecdot(d, hat) * share)[:, None]
-            d -= hat
-            d -= c1[:, None]
-            d *= rstd[rows]
-        return dx.reshape(x.shape)
+        dx = np.empty(x.shape, self.dtype)
+        inputs = rows_of(dy), rows_of(x), mean.reshape(-1), rstd.reshape(-1), gain
+        self._summed(
+            norm.layernorm_back, *inputs, sums=[dgain, dbias],
+            after=(*optional(onto, dx), rows_of(dx)),
+        )  # fmt: skip
+        return dx
 
     def rmsnorm_fwd(
         self, x: np.ndarray, gain: np.ndarray, *, eps: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        flat = x.reshape(-1, x.shape[-1])
-        y, rstd = np.empty_like(flat), np.empty(flat.shape[0], self.dtype)
-        for rows in self._row_blocks(*flat.shape, 2):
-            _inverse_root(flat[rows], 1.0 / flat.shape[1], eps, rstd[rows])
-            np.multiply(flat[rows], rstd[rows, None], out=y[rows])
-            y[rows] *= gain
-        return y.reshape(x.shape), rstd.reshape(x.shape[:-1])
+        y, rstd = self.empty_operand(x.shape), np.empty(x.shape[:-1], self.dtype)
+        eps = self.dtype.type(eps)
+        self._by_rows(norm.rmsnorm, rows_of(x), gain, eps, rows_of(y), rstd.reshape(-1))
+        return y, rstd
 
     def rmsnorm_bwd(
         self,
@@ -204,35 +180,162 @@ class NumpyOps(Ops):
         gain: np.ndarray,
         *,
         dgain: np.ndarray,
+        onto: np.ndarray | None = None,
     ) -> np.ndarray:
-        width = x.shape[-1]
-        flat, grad, rstd = (
-            x.reshape(-1, width),
-            dy.reshape(-1, width),
-            rstd.reshape(-1, 1),
-        )
-        dx = np.empty_like(flat)
-        for rows in self._row_blocks(*flat.shape, 5):
-            hat = np.multiply(
-                flat[rows], rstd[rows], out=self.scratch("norm hat", dx[rows].shape)
+        dx = np.empty(x.shape, self.dtype)
+        self._summed(
+            norm.rmsnorm_back, rows_of(dy), rows_of(x), rstd.reshape(-1), gain,
+            sums=[dgain], after=(*optional(onto, dx), rows_of(dx)),
+        )  # fmt: skip
+        return dx
+
+    # --- positions and embedding ------------------------------------------------------
+
+    def rope(
+        self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, inverse: bool = False
+    ) -> None:
+        sign = self.dtype.type(-1.0 if inverse else 1.0)
+        self._by_rows(elementwise.rotate, x, cos, sin, sign)
+
+    def _scatter_add(
+        self, target: np.ndarray, index: np.ndarray, rows: np.ndarray
+    ) -> None:
+        elementwise.scatter_add(rows_of(rows), index, target)
+
+    # --- attention --------------------------------------------------------------------
+
+    def attention_fwd(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        scale: float,
+        offset: int = 0,
+        dropout: DropoutTile | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if dropout is not None or not self._rows_for_blas(q, k, v):
+            return super().attention_fwd(
+                q, k, v, scale=scale, offset=offset, dropout=dropout
             )
-            d = np.multiply(grad[rows], hat, out=dx[rows])
-            self._column_sum(d, dgain)
-            np.multiply(grad[rows], gain, out=d)
-            hat *= (np.vecdot(d, hat) * (1.0 / width))[:, None]
-            d -= hat
-            d *= rstd[rows]
-        return dx.reshape(x.shape)
+        b, s, n, h = q.shape
+        o, lse = self.empty_operand(q.shape), np.empty((b, n, s), self.dtype)
+        scale = self.dtype.type(scale)
+        tile = attention.QUERY_TILE
+        scores = self.scratch("scores", (self.team.size, tile * attention.KEY_TILE))
+        sums = self.scratch("sums", (self.team.size, tile, h + 2))
+        turned = self.scratch("keys turned", (self.team.size, k.shape[1] * h))
+        self.team.share(
+            b * k.shape[2],
+            lambda lo, hi, thread: attention.attention(
+                self._gemm, q, k, v, o, lse, scale, offset, scores[thread],
+                sums[thread], turned[thread], lo, hi,
+            ),
+            lse.size * k.shape[1],
+        )  # fmt: skip
+        return o, lse
+
+    def attention_bwd(
+        self,
+        do: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        o: np.ndarray,
+        lse: np.ndarray,
+        *,
+        dq: np.ndarray,
+        dk: np.ndarray,
+        dv: np.ndarray,
+        scale: float,
+        dropout: DropoutTile | None = None,
+    ) -> None:
+        if dropout is not None or not self._rows_for_blas(q, k, v, dq, dk, dv):
+            super().attention_bwd(
+                do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, scale=scale, dropout=dropout
+            )
+            return
+        do, o = np.ascontiguousarray(do), np.ascontiguousarray(o)
+        scale = self.dtype.type(scale)
+        tile = attention.QUERY_TILE * attention.KEY_TILE
+        scratch = self.scratch("score gradients", (self.team.size, 2, tile))
+        size = k.shape[1] * k.shape[3]
+        turned = self.scratch("keys and values turned", (self.team.size, 2, size))
+        self.team.share(
+            q.shape[0] * k.shape[2],
+            lambda lo, hi, thread: attention.attention_back(
+                self._gemm, do, q, k, v, o, lse, dq, dk, dv, scale, scratch[thread],
+                turned[thread], lo, hi,
+            ),
+            lse.size * k.shape[1],
+        )  # fmt: skip
+
+    def _rows_for_blas(self, *heads: np.ndarray) -> bool:
+        """True where BLAS can read each head's rows and has a name here."""
+        return self._gemm != 0 and all(x.strides[-1] == x.itemsize for x in heads)
+
+    # --- random numbers ---------------------------------------------------------------
+
+    def dropout_scale(
+        self,
+        rate: float,
+        width: int,
+        rows: tuple[Any, Any, Any],
+        key: tuple[int, int],
+        *,
+        start: int = 0,
+    ) -> np.ndarray:
+        first, last = start // 4, (start + width + 3) // 4
+        counters = np.broadcast_arrays(*(np.asarray(r, np.uint64) for r in rows))
+        shape = counters[0].shape
+        low = np.uint64(0xFFFFFFFF)
+        counters = [np.ascontiguousarray(c & low).reshape(-1) for c in counters]
+        out = np.empty((counters[0].size, 4 * (last - first)), self.dtype)
+        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        fixed = [np.uint64(number) for number in (*key, first, limit)]
+        factor = self.dtype.type(1.0 / (1.0 - rate))
+        fill = random.dropout_factors
+        self.team.share(
+            len(out),
+            lambda lo, hi, _: fill(*counters, *fixed, factor, out, lo, hi),
+            out.size,
+        )
+        skip = start - 4 * first
+        return out[:, skip : skip + width].reshape(*shape, width)
+
+    def _normals(
+        self, index: np.ndarray, std: float, key: tuple[int, int]
+    ) -> np.ndarray:
+        out = np.empty(index.size, self.dtype)
+        words = (np.uint64(word) for word in key)
+        self._by_rows(random.normals, index.view(np.uint64), *words, std, out)
+        return out
+
+    # --- loss and optimizer -----------------------------------------------------------
+
+    def row_max(self, logits: np.ndarray) -> np.ndarray:
+        peak = np.empty(logits.shape[:-1], self.dtype)
+        self._by_rows(loss.row_max, rows_of(logits), peak.reshape(-1))
+        return peak
 
     def xent_fwd(
         self, logits: np.ndarray, local: np.ndarray, peak: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        total, target = np.empty_like(peak), np.zeros_like(peak)
-        for rows in self._row_blocks(*logits.shape, 1):
-            total[rows], target[rows] = super().xent_fwd(
-                logits[rows], local[rows], peak[rows]
-            )
+        total, target = np.empty_like(peak), np.empty_like(peak)
+        self._by_rows(loss.exponentials, logits, local, peak, total, target)
         return total, target
+
+    def xent_dx(
+        self, e: np.ndarray, total: np.ndarray, local: np.ndarray, seed: np.ndarray
+    ) -> np.ndarray:
+        out = self._over(e)
+        self._by_rows(loss.softmax_back, e, total, local, seed, out)
+        return out
+
+    def square_sum(self, x: np.ndarray) -> float:
+        total = np.zeros(1)
+        self._summed(optimizer.square_sum, x, sums=[total], chunk=1 << 16)
+        return float(total[0])
 
     def adamw(
         self,
@@ -249,50 +352,7 @@ class NumpyOps(Ops):
         step: int,
         scale: float,
     ) -> None:
-        rate = lr / (1.0 - beta1**step)
-        unbias = 1.0 / math.sqrt(1.0 - beta2**step)
-        size = 24 * 1024
-        for lo in range(0, weight.size, size):
-            part = slice(lo, min(lo + size, weight.size))
-            g, mp, vp, wp = grad[part], m[part], v[part], weight[part]
-            t = np.multiply(g, scale * (1.0 - beta1), out=self.scratch("adam", g.shape))
-            mp *= beta1
-            mp += t
-            np.multiply(g, scale * math.sqrt(1.0 - beta2), out=t)
-            t *= t
-            vp *= beta2
-            vp += t
-            np.sqrt(vp, out=t)
-            t *= unbias
-            t += eps
-            np.divide(mp, t, out=t)
-            t *= rate
-            if decay:
-                wp *= 1.0 - lr * decay
-            wp -= t
-
-
-def _as_rows(x: np.ndarray) -> np.ndarray:
-    """A view (rows, width) of an array whose rows are evenly spaced.
-
-    Raises ValueError where there is no such view.
-    """
-    return np.reshape(x, (-1, x.shape[-1]), copy=False)
-
-
-def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    """out = 1/(1 + exp(−x))"""
-    np.negative(x, out=out)
-    with np.errstate(over="ignore"):
-        np.exp(out, out=out)
-    out += 1.0
-    np.reciprocal(out, out=out)
-
-
-def _inverse_root(x: np.ndarray, share: float, eps: float, out: np.ndarray) -> None:
-    """out = 1/√(share · Σ x² + eps), a row at a time"""
-    np.vecdot(x, x, out=out)
-    out *= share
-    out += eps
-    np.sqrt(out, out=out)
-    np.reciprocal(out, out=out)
+        rate, unbias = lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+        numbers = (rate, unbias, beta1, beta2, eps, 1.0 - lr * decay, scale)
+        constants = np.array(numbers, self.dtype)
+        self._by_rows(optimizer.adamw, weight, grad, m, v, constants)

@@ -77,7 +77,7 @@ def memory(engine: Engine) -> dict[str, int]:
     """Bytes of the arrays this rank holds, and the peak of its resident memory."""
     flat, optimizer = engine.flat, engine.optimizer
     return {
-        "params": flat.data.nbytes,
+        "params": flat.value_bytes,
         "grads": flat.grad.nbytes,
         "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
         "activations_peak": engine.executor.peak_bytes,

@@ -10,6 +10,7 @@ from mpipar.config import Recipe, to_toml
 from mpipar.data import Loader, Sampler, unigram_entropy
 from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
 from mpipar.errors import ConfigError
+from mpipar.ops import bf16_obstacle
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import Progress, make_progress
 from mpipar.train.signals import StopSignals
@@ -140,7 +141,7 @@ class _Run:
             f"{model.layers} layers, width {model.width}, context {model.context}"
         )
         sequence = ", sequence parallel" if self.recipe.parallel.sequence else ""
-        show.say(f"{grid.describe()}{sequence}, {self.recipe.train.precision}")
+        show.say(f"{grid.describe()}{sequence}, {self.engine.ops.precision}")
         show.say(
             f"{stream.source}: {stream.train.size:,} tokens to train on, "
             f"{self.sampler.eval_count:,} held-out samples, "
@@ -179,6 +180,10 @@ class _Run:
 def _notes(engine: Engine, sampler: Sampler) -> list[str]:
     """What a person should know before the run goes on."""
     notes = [sampler.stream.note] if sampler.stream.note else []
+    train = engine.recipe.train
+    if engine.ops.precision != train.precision:
+        reason = bf16_obstacle(train.device) or "a rank's machine has no bf16 products"
+        notes.append(f"note: {reason}; this run goes on in fp32")
     if engine.grid.crosses_nodes("tp"):
         notes.append("note: tensor-parallel groups cross nodes, which is slow")
     return notes

@@ -72,4 +72,5 @@ class AdamW:
                 step=self.count,
                 scale=self.clip_factor(norm),
             )
+        self.flat.refresh()
         return True

@@ -23,12 +23,12 @@ def drop_forward_sum(patch: pytest.MonkeyPatch) -> None:
     """The outputs of the MLP in block 1 stay summands."""
     whole = RowLinear.forward
 
-    def forward(self: RowLinear, x: Any, step: Any) -> Any:
+    def forward(self: RowLinear, x: Any, step: Any, onto: Any = None) -> Any:
         if self.weight.name != "blocks.1.mlp.down.weight":
-            return whole(self, x, step)
+            return whole(self, x, step, onto)
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self.stream.tp, "all_reduce", lambda y: y)
-            return whole(self, x, step)
+            return whole(self, x, step, onto)
 
     patch.setattr(RowLinear, "forward", forward)
 
@@ -57,10 +57,10 @@ def average_over_data(patch: pytest.MonkeyPatch) -> None:
 def add_bias_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """The bias of row-cut layers is added before the sum."""
 
-    def forward(self: RowLinear, x: Any, step: Any) -> Any:
+    def forward(self: RowLinear, x: Any, step: Any, onto: Any = None) -> Any:
         y = self.ops.linear_fwd(x, self.weight.data, self.bias.data)
         _, saved = whole(self, x, step)
-        return self.stream.enter(y), saved
+        return self.ops.add_residual(self.stream.enter(y), None, onto), saved
 
     whole = RowLinear.forward
     patch.setattr(RowLinear, "forward", forward)

@@ -1,5 +1,6 @@
 """Attention by tiles against dense softmax attention."""
 
+import ctypes
 import tracemalloc
 
 import numpy as np
@@ -8,11 +9,17 @@ from numeric import assert_close, numeric_gradient
 
 from mpipar.ops.attention import KEY_TILE, QUERY_TILE
 from mpipar.ops.base import Ops
+from mpipar.ops.blas import gemm_address
+from mpipar.ops.kernels import attention as kernel
 from mpipar.ops.numpy_ops import NumpyOps
 
-LENGTHS = [1, 2, 7, 127, 128, 129, 300, 700]
+LENGTHS = [1, 2, 7, 31, 32, 33, 127, 128, 129, 224, 300, 700]
 HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
+# cblas_dgemm: order, transposes, sizes, alpha, A, lda, B, ldb, beta, C, ldc
+GEMM_ARGUMENTS = [ctypes.c_int] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_double]
+GEMM_ARGUMENTS += [ctypes.c_void_p, ctypes.c_int64] * 2
+GEMM_ARGUMENTS += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
 heads = pytest.mark.parametrize("n, g", HEADS.values(), ids=HEADS)
 
 
@@ -222,20 +229,20 @@ class Counting:
         return out
 
 
-def causal_tiles(s):
+def causal_tiles(s, query_tile, key_tile):
     """(queries, keys) of each tile that a causal pass must work on."""
-    for start in range(0, s, QUERY_TILE):
-        stop = min(start + QUERY_TILE, s)
-        for first in range(0, stop, KEY_TILE):
-            yield stop - start, min(first + KEY_TILE, stop) - first
+    for start in range(0, s, query_tile):
+        stop = min(start + query_tile, s)
+        for first in range(0, stop, key_tile):
+            yield stop - start, min(first + key_tile, stop) - first
 
 
 @pytest.mark.parametrize("s", [1, 129, 512, 700])
 @heads
 def test_tiles_in_the_future_are_skipped(s, n, g):
-    ops, h = NumpyOps("float64"), 4
+    ops, h = Ops(), 4
     q, k, v = inputs(s, n, g, b=1, h=h)
-    tiles = list(causal_tiles(s))
+    tiles = list(causal_tiles(s, QUERY_TILE, KEY_TILE))
     scores = 2 * n * h * sum(rows * cols for rows, cols in tiles)
     ops.xp = forward = Counting()
     o, lse = ops.attention_fwd(q, k, v, scale=0.6)
@@ -248,6 +255,30 @@ def test_tiles_in_the_future_are_skipped(s, n, g):
     exact = n * ops.attention_flops(s, h)
     assert exact == 2 * 2 * n * h * s * (s + 1) // 2
     assert exact <= forward.flops <= exact + 2 * n * h * s * QUERY_TILE * 2
+
+
+@pytest.mark.parametrize("s", [1, 33, 225, 500])
+@heads
+def test_kernels_skip_tiles_in_the_future(s, n, g):
+    ops, h = NumpyOps("float64"), 4
+    q, k, v = inputs(s, n, g, b=1, h=h)
+    products = []
+    gemm = ctypes.CFUNCTYPE(None, *GEMM_ARGUMENTS)
+    true = gemm(gemm_address("float64"))
+
+    @gemm
+    def counted(*arguments):
+        products.append(2 * arguments[3] * arguments[4] * arguments[5])
+        true(*arguments)
+
+    ops._gemm = ctypes.cast(counted, ctypes.c_void_p).value
+    tiles = list(causal_tiles(s, kernel.QUERY_TILE, kernel.KEY_TILE))
+    scores = 2 * n * h * sum(rows * cols for rows, cols in tiles)
+    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    assert sum(products) == 2 * scores
+    products.clear()
+    backward(ops, o, q, k, v, o, lse, scale=0.6)
+    assert sum(products) == 5 * scores
 
 
 def test_dropout_tiles_cover_the_causal_half_once():

@@ -77,6 +77,14 @@ CALLS = [
     Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3), "b": d(d.width)}),
     Call("linear_fwd", lambda d: {"x": d.rows(4)[..., 1:], "w": d(d.width, 3)},
          label="linear_fwd of a view without bias"),
+    Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3), "b": d(d.width),
+                                  "onto": d.rows()}, label="linear_fwd onto"),
+    Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3),
+                                  "onto": d.rows()}, label="linear_fwd onto, no bias"),
+    Call("add_residual", lambda d: {"y": d.rows(), "b": d(d.width), "onto": d.rows()},
+         ("y",)),
+    Call("add_residual", lambda d: {"y": d.rows(), "b": None, "onto": d.rows()},
+         ("y",), "add_residual, no bias"),
     Call("linear_dx", lambda d: {"dy": d.rows(), "w": d(d.width, 3)}),
     Call("linear_dw", lambda d: {"dy": d.rows(), "x": d.rows(3), "dw": d(d.width, 3)},
          ("dw",)),
@@ -94,6 +102,12 @@ CALLS = [
          ("dgain", "dbias")),
     Call("rmsnorm_fwd", lambda d: {"x": d.rows(), "gain": d(d.width), "eps": 1e-5}),
     Call("rmsnorm_bwd", norm_grads, ("dgain",)),
+    Call("rmsnorm_bwd", lambda d: norm_grads(d) | {"onto": d.rows()}, ("dgain",),
+         "rmsnorm_bwd onto"),
+    Call("layernorm_bwd",
+         lambda d: norm_grads(d) | {"mean": d(d.b, d.s), "dbias": d(d.width),
+                                    "onto": d.rows()},
+         ("dgain", "dbias"), "layernorm_bwd onto"),
     Call("rope_table", lambda d: {"positions": np.arange(d.s), "width": 2 * d.width,
                                   "theta": 10000.0}),
     Call("rope", fused_heads, ("x",)),
@@ -151,7 +165,8 @@ def test_every_operation_on_arrays_is_among_the_calls():
     elsewhere = {
         "empty", "zeros", "asarray", "to_host", "synchronize", "matmul_rate", "scratch",
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
-        "fill_normal", "on_host",
+        "fill_normal", "on_host", "precision", "operand", "operand_dtype",
+        "empty_operand",
     }  # fmt: skip
     assert public(Ops) == elsewhere | {call.op for call in CALLS}
 
@@ -162,7 +177,7 @@ def public(kind):
 
 @pytest.mark.parametrize("kind", [NumpyOps, CupyOps])
 def test_overrides_have_the_signature_of_the_reference(kind):
-    for name in public(Ops) - {"on_host"}:
+    for name in public(Ops) - {"on_host", "operand_dtype", "precision"}:
         theirs, ours = (inspect.signature(getattr(k, name)) for k in (kind, Ops))
         shape = [[(p.name, p.kind, p.default) for p in s.parameters.values()]
                  for s in (theirs, ours)]  # fmt: skip

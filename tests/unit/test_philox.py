@@ -90,6 +90,18 @@ def test_dropout_keeps_its_share_and_scales_it(rate, dtype):
     assert (kept == np.dtype(dtype).type(1 / (1 - rate))).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("start", "width"), [(0, 1), (0, 8), (3, 2), (5, 130)])
+def test_kernels_drop_what_the_reference_drops(start, width, dtype):
+    rows = np.arange(3)[:, None], np.arange(1 << 32, (1 << 32) + 2)[None, :], 5
+    for rate in (0.1, 0.5):
+        arguments = rate, width, rows, KEY
+        ours = NumpyOps(dtype, 2).dropout_scale(*arguments, start=start)
+        assert np.array_equal(
+            ours, Ops(dtype=dtype).dropout_scale(*arguments, start=start)
+        )
+
+
 # --- normal numbers -------------------------------------------------------------------
 
 
@@ -120,9 +132,15 @@ def test_normal_numbers_reach_indices_beyond_32_bits():
     assert len(set(normal_at(index, KEY))) == 4
 
 
-def fill(shape, box, dtype="float64", name="a.weight", seed=3, std=0.02):
+def test_kernels_fill_with_the_numbers_of_the_reference():
+    shape, box = (1 << 20, 1 << 14), ((5, 300), (7, 12))
+    expected = fill(shape, box)
+    assert np.allclose(fill(shape, box, kind=NumpyOps), expected, rtol=1e-13, atol=0)
+
+
+def fill(shape, box, dtype="float64", name="a.weight", seed=3, std=0.02, kind=Ops):
     out = np.empty([hi - lo for lo, hi in box], dtype)
-    Ops(dtype=dtype).fill_normal(
+    kind(dtype=dtype).fill_normal(
         out, std=std, seed=seed, name=name, shape=shape, box=box
     )
     return out

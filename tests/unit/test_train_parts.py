@@ -132,7 +132,7 @@ def fake_engine() -> SimpleNamespace:
         grid=serial_grid(),
         number=0,
         step_flops=lambda: 1000,
-        flat=SimpleNamespace(data=array, grad=array),
+        flat=SimpleNamespace(value_bytes=80, grad=array),
         optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpipar.layers.base import Layer, Step
+from mpipar.layers.base import Branch, Layer, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Interval, Parameter, Stack, cut
 from mpipar.layers.stream import Stream
@@ -15,14 +15,14 @@ Array = Any
 
 @dataclass(slots=True)
 class LinearSaved:
-    """Input of a dense layer, as the stream holds it."""
+    """Input of a dense layer, as the stream holds it, of the operand type."""
 
     x: Array
 
 
 @dataclass(slots=True)
 class LinearLeft:
-    """What the weight gradient of a dense layer needs."""
+    """What the weight gradient of a dense layer needs, of the operand type."""
 
     dy: Array
     x: Array
@@ -112,12 +112,13 @@ class ColumnLinear(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, LinearSaved]:
         bias = None if self.bias is None else self.bias.data
-        y = self.ops.linear_fwd(self.stream.leave(x), self.weight.data, bias)
+        x = self.ops.operand(x)
+        y = self.ops.linear_fwd(self.stream.leave(x), self.weight.operand, bias)
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
-        x = self.stream.leave(saved.x)
-        dx = self.stream.leave_backward(self.ops.linear_dx(dy, self.weight.data))
+        x, dy = self.stream.leave(saved.x), self.ops.operand(dy)
+        dx = self.stream.leave_backward(self.ops.linear_dx(dy, self.weight.operand))
         return dx, LinearLeft(dy, x)
 
     def backward_weight(self, left: LinearLeft) -> None:
@@ -126,16 +127,18 @@ class ColumnLinear(Layer):
             self.ops.linear_db(left.dy, self.bias.grad)
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        width, item = self.weight.parts[0].shape[1], self.ops.dtype.itemsize
-        full = batch * sequence * width * item
+        width, item = self.weight.parts[0].shape[1], self.ops.operand_dtype.itemsize
+        there = batch * sequence * width * item
+        back = batch * sequence * width * self.ops.dtype.itemsize
         here = Cost(
             flops=2 * batch * sequence * width * self.weight.rows,
             saved=self.stream.tokens(batch, sequence) * width * item,
         )
-        return here + self.stream.leave_cost(full) + self.stream.again_cost(full)
+        moved = self.stream.leave_cost(there, back) + self.stream.again_cost(there)
+        return here + moved
 
 
-class RowLinear(Layer):
+class RowLinear(Branch):
     """y = Σ_tp x Wᵀ + b, with W cut by columns over tp; b is added once, after the sum.
 
     Shapes    x (b, s, f/tp)
@@ -180,24 +183,32 @@ class RowLinear(Layer):
         if self.bias is not None:
             yield self.bias
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, LinearSaved]:
-        y = self.stream.enter(self.ops.linear_fwd(x, self.weight.data))
-        if self.bias is not None:
-            y += self.bias.data
+    def forward(
+        self, x: Array, step: Step, onto: Array | None = None
+    ) -> tuple[Array, LinearSaved]:
+        bias = None if self.bias is None else self.bias.data
+        x = self.ops.operand(x)
+        if self.stream.tp.size == 1:
+            y = self.ops.linear_fwd(x, self.weight.operand, bias, onto)
+        else:
+            y = self.stream.enter(self.ops.linear_fwd(x, self.weight.operand))
+            y = self.ops.add_residual(y, bias, onto)
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
+        dy = self.ops.operand(dy)
         if self.bias is not None:
             # y = stream tokens + b: the bias sees this rank's own tokens only.
             self.ops.linear_db(dy, self.bias.grad)
         dy = self.stream.enter_backward(dy)
-        return self.ops.linear_dx(dy, self.weight.data), LinearLeft(dy, saved.x)
+        return self.ops.linear_dx(dy, self.weight.operand), LinearLeft(dy, saved.x)
 
     def backward_weight(self, left: LinearLeft) -> None:
         self.ops.linear_dw(left.dy, left.x, self.weight.grad)
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        (width, inputs), item = self.weight.local_shape, self.ops.dtype.itemsize
+        (width, inputs), item = self.weight.local_shape, self.ops.operand_dtype.itemsize
         tokens = batch * sequence
         here = Cost(flops=2 * tokens * width * inputs, saved=tokens * inputs * item)
-        return here + self.stream.enter_cost(tokens * width * item)
+        there = tokens * width * self.ops.dtype.itemsize
+        return here + self.stream.enter_cost(there, tokens * width * item)

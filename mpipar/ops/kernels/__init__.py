@@ -1,0 +1,1 @@
+"""Fused passes over arrays on the CPU, compiled by Numba."""

@@ -1,0 +1,61 @@
+"""Random numbers as array operations: dropout factors and starting weights."""
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.philox import normal_at, stream_key, uniform_rows
+
+Array = Any
+
+
+class RandomOps:
+    """The random operations of `Ops`, which gives it xp, dtype and asarray."""
+
+    xp: ModuleType
+    dtype: np.dtype
+
+    def dropout_scale(
+        self,
+        rate: float,
+        width: int,
+        rows: tuple[Array, Array, Array],
+        key: tuple[int, int],
+        *,
+        start: int = 0,
+    ) -> Array:
+        """1/(1 − rate) where an element is kept, 0 where it is dropped.
+
+        Element (r, j) depends on (key, rows[r], start + j) alone.   →  (..., width)
+        """
+        u = uniform_rows(width, rows, key, self.xp, start)
+        return (u >= rate).astype(self.dtype) * self.dtype.type(1.0 / (1.0 - rate))
+
+    def fill_normal(
+        self,
+        out: Array,
+        *,
+        std: float,
+        seed: int,
+        name: str,
+        shape: tuple[int, ...],
+        box: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Fills `out` with the box of the global tensor `name` of N(0, std²) numbers.
+
+        Shapes   out: the box's sizes; shape, box: global sizes and half-open intervals
+        """
+        index = np.zeros((1,) * len(shape), np.int64)
+        for dim, (lo, hi) in enumerate(box):
+            stride = math.prod(shape[dim + 1 :])
+            axis = [1] * len(shape)
+            axis[dim] = hi - lo
+            index = index + (np.arange(lo, hi, dtype=np.int64) * stride).reshape(axis)
+        values = self._normals(index.reshape(-1), std, stream_key(seed, name))
+        out[...] = self.asarray(values.reshape(out.shape))
+
+    def _normals(self, index: np.ndarray, std: float, key: tuple[int, int]) -> Array:
+        """N(0, std²) numbers of global element indices, on the host.   (n,)"""
+        return (normal_at(index, key) * std).astype(self.dtype)

@@ -1,0 +1,97 @@
+"""How kernels are run: by a team of threads, over rows."""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.base import Ops
+from mpipar.ops.kernels.compile import load
+from mpipar.ops.team import Team
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed arrays: fresh pages cost a zeroing on every step.
+
+    Raises malloc's thresholds M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); nothing
+    happens where the C library has no mallopt.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(ctypes.c_int(-3), ctypes.c_int(1 << 30))
+    mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))
+
+
+class KernelOps(Ops):
+    """What CPU ops are built on.
+
+    dtype     compute type, float32 or float64
+    threads   that share each operation
+    """
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        super().__init__(np, dtype)
+        keep_freed_memory()
+        load(self.dtype, self.operand_dtype)
+        self.team = Team(threads)
+
+    def _by_rows(self, kernel: Callable, first: np.ndarray, *rest: Any) -> None:
+        """kernel(first, *rest, lo, hi) for all rows of `first`, shared by threads."""
+        self.team.share(
+            len(first), lambda lo, hi, _: kernel(first, *rest, lo, hi), first.size
+        )
+
+    def _summed(
+        self,
+        kernel: Callable,
+        *inputs: np.ndarray,
+        sums: list[np.ndarray],
+        after: tuple = (),
+        chunk: int = 256,
+    ) -> None:
+        """As `_by_rows` for a kernel that adds to `sums`.
+
+        Every `chunk` rows have partial sums of their own: rounding errors stay small,
+        and results do not depend on the number of threads.
+        """
+        rows = len(inputs[0])
+        chunks = -(-rows // chunk)
+        parts = [np.zeros((chunks, x.size), x.dtype) for x in sums]
+
+        def work(first: int, last: int, _: int) -> None:
+            for at in range(first, last):
+                own = (part[at] for part in parts)
+                stop = min(rows, (at + 1) * chunk)
+                kernel(*inputs, *own, *after, at * chunk, stop)
+
+        self.team.share(chunks, work, inputs[0].size)
+        for total, part in zip(sums, parts, strict=True):
+            total += part.sum(axis=0)
+
+    def _over(self, x: np.ndarray) -> np.ndarray:
+        """Where an operand made from x goes: over x itself if of its type."""
+        return x if self.operand_dtype == x.dtype else self.empty_operand(x.shape)
+
+
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """(rows, width) of an array, contiguous; a copy only where it is not."""
+    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+
+
+def spaced_rows(x: np.ndarray) -> np.ndarray:
+    """A view (rows, width) of an array whose rows are evenly spaced.
+
+    Raises ValueError where there is no such view.
+    """
+    return np.reshape(x, (-1, x.shape[-1]), copy=False)
+
+
+def optional(onto: np.ndarray | None, like: np.ndarray) -> tuple[np.ndarray, bool]:
+    """What to add and whether to, as kernels take it."""
+    return rows_of(like if onto is None else onto), onto is not None
