@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MPIPAR, TORCH = "mpipar", "torch"
+MPIPAR, TORCH, JAX = "mpipar", "torch", "jax"
 # How a contestant spreads over the cores.
 ONE_CORE, THREADS, PROCESSES = "one core", "threads", "processes"
 
@@ -16,7 +16,7 @@ ONE_CORE, THREADS, PROCESSES = "one core", "threads", "processes"
 class Contestant:
     """One way to train the recipe.
 
-    library   mpipar or torch
+    library   mpipar, torch or jax
     spread    one core; one process with a thread a core; or a process pinned to each
     words     for torch the arguments of torch_worker.py, for mpipar changes of the
               recipe, in which {cores} is the number of cores
@@ -58,6 +58,7 @@ CONTESTANTS = (
         "torch-fsdp2", "fully_shard per block, gloo", TORCH, words=("--mode=fsdp2",)
     ),
     Contestant("torch-tp", "DTensor, blocks alone, gloo", TORCH, words=("--mode=tp",)),
+    Contestant("jax", "jit, a thread a core", JAX, THREADS),
     Contestant("mpipar-1x1", "one rank on one core", MPIPAR, ONE_CORE),
     Contestant("mpipar-1x2", "one rank, a BLAS thread a core", MPIPAR, THREADS),
     Contestant("mpipar-dp", "data parallel", MPIPAR),
@@ -75,9 +76,9 @@ class Match:
     """What the commands of all contestants share.
 
     recipe     the recipe's name or file;  changes  of its fields, as key=value
-    folder     holds work.json, weights.npz and a link to this package
+    folder     holds work.json, work.npz and a link to this package
     cores      core numbers that may be used
-    python     the Python with torch
+    python     the Python with torch and jax
     """
 
     recipe: str
@@ -97,7 +98,10 @@ class Match:
             worker = [sys.executable, "-m", "mpipar", "bench", "serve", self.recipe]
             worker += [*self.changes, *words, *common]
             return [worker if count == 1 else [mpiexec(), "-n", str(count), *worker]]
-        worker = [self.python, "-m", "mpipar.bench.torch_worker", *common]
+        module = f"mpipar.bench.{contestant.library}_worker"
+        worker = [self.python, "-m", module, *common]
+        if contestant.library == JAX:
+            return [worker]
         worker += [f"--processes={count}", f"--precision={contestant.precision}"]
         worker += [f"--threads={contestant.threads(len(self.cores))}"]
         return [[*worker, *contestant.words, f"--rank={rank}"] for rank in range(count)]
@@ -112,7 +116,10 @@ class Match:
         # Compile in the process itself, and meet the other ranks on this machine.
         own.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         own.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if contestant.library == TORCH:
+        if contestant.library == JAX:
+            # XLA counts its threads by NPROC, or else by the cores it is pinned to.
+            own |= {"JAX_PLATFORMS": "cpu", "NPROC": own["OMP_NUM_THREADS"]}
+        if contestant.library != MPIPAR:
             own["PYTHONPATH"] = str(self.folder)
         return own
 

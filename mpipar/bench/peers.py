@@ -1,4 +1,4 @@
-"""The same training in PyTorch and in mpipar, in turns on the same cores."""
+"""The same training in PyTorch, JAX and mpipar, in turns on the same cores."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def run_peers(
     constant; all start from the weights of mpipar's seed.
 
     names    contestants to run; none = all
-    python   the Python that has torch
+    python   the Python that has torch, and jax if that is to be compared
     Raises   ConfigError where nothing can be compared
     """
     changes = (*overrides, *CHANGES)
@@ -131,7 +131,7 @@ def has_module(python: str, name: str) -> bool:
 
 
 def _prepare(recipe: Recipe, folder: Path) -> None:
-    """Write what PyTorch needs: sizes, mpipar's initial weights, and the batch."""
+    """Write what other libraries need: sizes, mpipar's initial weights, the batch."""
     (folder / "mpipar").symlink_to(Path(__file__).parents[1])
     (folder / "work.json").write_text(json.dumps(recipe.model_dump()))
     engine = Engine(recipe, serial_grid(), make_ops("cpu", "fp32"))
@@ -153,9 +153,9 @@ class _Race:
         rival = Rival(contestant, self.match)
         self.running.append(rival)
         with self._guard(rival):
-            python = self.match.python
-            if contestant.library == TORCH and not has_module(python, TORCH):
-                raise NoAnswerError(f"torch cannot be imported by {python}")
+            python, library = self.match.python, contestant.library
+            if library != MPIPAR and not has_module(python, library):
+                raise NoAnswerError(f"{library} is not installed for {python}")
             self._need_memory(rival)
             rival.start(self.match)
 

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# A fused projection holds the rows of these parts one below the other.
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-
 
 class Attention(nn.Module):
     """Causal self-attention; `shards` processes of tensor parallelism hold it."""
@@ -121,28 +118,13 @@ class Transformer(nn.Module):
         return self.head(x, self.embedding.token.weight, labels)
 
 
-def load(model: nn.Module, weights: Mapping[str, np.ndarray], shards: int) -> None:
-    """Give the model mpipar's weights.
-
-    Tensor parallelism cuts a fused projection in equal runs of rows, so for `shards`
-    processes each run is made to hold that process's part of q, k and v.
-    """
+def load(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    """Give the model mpipar's weights, with joined projections."""
     for name, p in model.named_parameters():
-        parts = [weights[source] for source in _sources(name)]
-        cuts = [np.split(part, shards) for part in parts] if len(parts) > 1 else [parts]
-        rows = [cut[i] for i in range(len(cuts[0])) for cut in cuts]
+        module, _, kind = name.rpartition(".")
+        is_gain = module.rpartition(".")[2].startswith("norm") and kind == "weight"
         with torch.no_grad():
-            p.copy_(torch.from_numpy(np.concatenate(rows)))
-
-
-def _sources(name: str) -> list[str]:
-    """mpipar's names of what a parameter holds."""
-    module, _, kind = name.rpartition(".")
-    above, _, last = module.rpartition(".")
-    if last.startswith("norm") and kind == "weight":
-        kind = "gain"
-    parts = [".".join((above, part, kind)) for part in FUSED.get(last, (last,))]
-    return [part.removeprefix(".") for part in parts]
+            p.copy_(torch.from_numpy(weights[f"{module}.gain" if is_gain else name]))
 
 
 def _norm(m: Mapping[str, Any]) -> nn.Module:

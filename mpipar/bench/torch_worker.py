@@ -2,9 +2,7 @@
 but its own neighbours, since this Python may have nothing else of it."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +14,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mpipar.bench.torch_model import Transformer, load
 from mpipar.bench.turns import Turns
+from mpipar.bench.work import read_work, worker_arguments
 
 
 def main() -> None:
     """Serve steps until the orders end."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--cores", required=True)
+    parser = worker_arguments()
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -44,19 +41,18 @@ def main() -> None:
 
 def _make_step(args: argparse.Namespace) -> Callable[[], float]:
     """One training step on this process's sequences, as a function."""
-    work = json.loads((args.folder.parent / "work.json").read_text())
-    arrays = np.load(args.folder.parent / "work.npz")
     shards = args.processes if args.mode == "tp" else 1
-    model = Transformer(work["model"], shards)
-    load(model, arrays, shards)
+    work = read_work(args.folder, shards)
+    model = Transformer(work.recipe["model"], shards)
+    load(model, work.weights)
     run = MODES[args.mode](model) if args.mode in MODES else model
     # Wrapping may have replaced the parameters.
     groups = _by_kind(model)
-    adam = _adam(groups, work["optimizer"])
+    adam = _adam(groups, work.recipe["optimizer"])
     ids, labels = (
-        torch.from_numpy(_own_rows(arrays[name], args)) for name in ("ids", "labels")
+        torch.from_numpy(_own_rows(batch, args)) for batch in (work.ids, work.labels)
     )
-    clip, bf16 = work["train"]["clip"], args.precision == "bf16"
+    clip, bf16 = work.recipe["train"]["clip"], args.precision == "bf16"
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launcher import Job, environment, run_job
 
@@ -18,6 +19,7 @@ from mpipar.bench.contestants import CONTESTANTS, NAMES, Match, chosen
 from mpipar.bench.peers import run_peers
 from mpipar.bench.step import COMMUNICATION, PYTHON, WAITING, Profile, summarize
 from mpipar.bench.table import Result, Table
+from mpipar.bench.work import fuse
 from mpipar.cli import main
 from mpipar.errors import ConfigError
 from mpipar.ops import Ops
@@ -101,15 +103,39 @@ def test_every_contestant_has_a_command_for_each_process(tmp_path: Path) -> None
     for contestant in CONTESTANTS:
         commands = match.commands(contestant, tmp_path)
         words = commands[0]
-        if contestant.library == "torch":
-            assert len(commands) == contestant.processes(3)
-            assert words[0] == "python-with-torch"
-        else:
+        if contestant.library == "mpipar":
             assert len(commands) == 1 and {"tiny", "a.b=1"} <= set(words)
+        else:
+            assert len(commands) == contestant.processes(3)
+            module = f"mpipar.bench.{contestant.library}_worker"
+            assert words[:3] == ["python-with-torch", "-m", module]
     tp = match.commands(chosen(["mpipar-tp"])[0], tmp_path)[0]
     assert tp[1:3] == ["-n", "3"] and "parallel.tensor=3" in tp
     alone = match.commands(chosen(["mpipar-1x1"])[0], tmp_path)[0]
     assert "--cores=4" in alone and "-n" not in alone
+
+
+def test_jax_uses_all_cores_and_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPROC", "7")
+    match = Match("tiny", (), tmp_path, (4, 5, 6), "python-with-jax")
+    jax = chosen(["jax"])[0]
+    environment = match.environment(jax)
+    assert environment["NPROC"] == "3" and environment["JAX_PLATFORMS"] == "cpu"
+    assert environment["PYTHONPATH"] == str(tmp_path)
+    assert "--cores=4,5,6" in match.commands(jax, tmp_path)[0]
+
+
+def test_joined_projections_hold_a_run_of_rows_for_each_shard() -> None:
+    parts = {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}
+    weights = {f"a.{name}.bias": np.array(rows) for name, rows in parts.items()}
+    # A GPT's "up" has no gate beside it.
+    weights["mlp.up.bias"] = np.array([8])
+    joined = fuse(weights, shards=2)
+    assert joined["a.qkv.bias"].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+    assert set(joined) == {"a.qkv.bias", "mlp.up.bias"}
+    assert fuse(weights, 1)["a.qkv.bias"].tolist() == list(range(8))
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -261,20 +287,19 @@ def test_step_accounts_for_the_whole_time(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_cores")
 def test_peers_runs_those_that_can(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
-    names = ["torch-eager", "mpipar-1x1", "mpipar-dp", "mpipar-tp"]
+    names = ["torch-eager", "jax", "mpipar-1x1", "mpipar-dp", "mpipar-tp"]
     options = [f"--peers={','.join(names)}", "--rounds=2", f"--json={file}"]
     # A single head cannot be cut over two ranks.
     words = ("tiny", "model.heads=1", *options, f"--torch-python={NO_PYTHON}")
     job = bench(tmp_path, "peers", *words)
     assert (job.status, job.left) == (0, []), job.output
-    assert (
-        f"not run: torch-eager: torch cannot be imported by {NO_PYTHON}" in job.output
-    )
+    assert f"not run: torch-eager: torch is not installed for {NO_PYTHON}" in job.output
+    assert f"not run: jax: jax is not installed for {NO_PYTHON}" in job.output
     assert "not run: mpipar-tp: ConfigError: the recipe has" in job.output
     entries = json.loads(file.read_text())["contestants"]
     assert [e["name"] for e in entries] == names
-    assert ["not_run" in e for e in entries] == [True, False, False, True]
-    for entry in entries[1:3]:
+    assert ["not_run" in e for e in entries] == [True, True, False, False, True]
+    for entry in entries[2:4]:
         assert len(entry["seconds"]) == 2 and len(entry["losses"]) == 6
         assert entry["loss_deviation"] < 1e-5
         assert entry["memory_bytes"]["proportional"] > 1 << 20
