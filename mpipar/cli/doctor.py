@@ -32,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     """Print the findings on rank 0; return 1 when something is bad."""
     from mpipar.cli.facts import collect
-    from mpipar.cli.findings import judge
+    from mpipar.cli.findings import judge, judge_sharing
     from mpipar.cli.launch import read_launch
 
     error, bad = None, False
     facts = world.gather(collect(world.size))
+    sharing = world.gather(_shares_memory(world))
     launch = read_launch(os.environ)
     if world.rank == 0 and launch.speaks:
-        findings = judge(facts, launch)
+        findings = [*judge(facts, launch), judge_sharing(sharing)]
         _show(findings)
         error = _write(args.json, findings)
         bad = any(finding.state == "bad" for finding in findings)
@@ -48,6 +49,19 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
         error.agreed = True
         raise error
     return int(bad)
+
+
+def _shares_memory(world: MPI.Comm) -> bool:
+    """Try what gradients will do: share an array with the other ranks of the node."""
+    import numpy as np
+
+    from mpipar.comm import mpi
+    from mpipar.comm.shared import share
+
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    shares = share(node, 1, np.dtype("u1")) is not None
+    node.Free()
+    return shares
 
 
 def _write(path: Path | None, findings: list[Finding]) -> ConfigError | None:

@@ -34,6 +34,16 @@ def judge(facts: Sequence[Facts], launch: Launch) -> list[Finding]:
     ]
 
 
+def judge_sharing(works: Sequence[bool]) -> Finding:
+    """Judge whether each rank could share memory with the others on its node."""
+    if all(works):
+        return Finding("sharing", "ok", "ranks of a node sum in each other's memory")
+    text = "ranks of a node cannot reach each other's memory"
+    advice = "Gradients go by messages, which is slower: start the ranks of a node as "
+    advice += "one user and in one container."
+    return Finding("sharing", "warn", text, advice)
+
+
 def _values(facts: Sequence[Facts], field: str) -> list[str]:
     return sorted({str(getattr(fact, field)) for fact in facts})
 
@@ -73,14 +83,14 @@ def _cores(facts: Sequence[Facts]) -> Finding:
         text = f"{len(ranks)} nodes; fullest: {text}"
     if ranks[host] <= cores[host]:
         return Finding("cores", "ok", text)
-    return Finding("cores", "warn", text, _waiting_advice(facts[0].mpi))
+    return Finding("cores", "warn", text, _crowd_advice(facts[0].mpi))
 
 
-def _waiting_advice(mpi: str) -> str:
-    advice = "More ranks than cores: waiting ranks take time from computing ones."
+def _crowd_advice(mpi: str) -> str:
+    advice = "More ranks than cores: good for trials, but no faster than a rank a core."
     if "Open MPI" in mpi:
         return f"{advice} Use mpiexec --oversubscribe, which binds no rank."
-    return f"{advice} Open MPI's mpiexec --oversubscribe waits more politely."
+    return advice
 
 
 def _blas(facts: Sequence[Facts]) -> Finding:

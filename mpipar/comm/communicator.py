@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpipar.comm import mpi
+from mpipar.comm import mpi, shared
+from mpipar.comm.bell import MESSAGES, ROUNDS, Bell
 from mpipar.comm.calls import COLLECTIVE, CallLog, Channel
 from mpipar.comm.counters import (
     Counters,
     ring_gather_bytes,
     ring_reduce_bytes,
     ring_scatter_bytes,
+    shares,
 )
 from mpipar.comm.datatypes import as_bytes, reduction
 from mpipar.comm.handle import Handle
 from mpipar.comm.posts import Poster, pieces
+from mpipar.comm.shapes import check_counts, check_out, even_rows
+from mpipar.comm.shared import Desk, Work, bounds_of, segment_of, share
 from mpipar.comm.transport import Array, Host, Transport
-from mpipar.errors import ShapeError
 
 
 class Communicator:
     """The ranks of one axis, with counted, watched and chunked operations on arrays.
 
     Arrays may have any strides; results and in-place updates equal what NumPy computes
-    on the logical arrays. Blocking forms use MPI's blocking calls, which are faster;
-    ``_start`` forms return a Handle, and their arrays must be left alone until its
-    ``wait``. Messages larger than ``chunk_bytes`` are split. Nothing relies on MPI
-    buffering a message; with ``synchronous`` set no send is buffered at all.
+    on the logical arrays. Blocking forms use MPI's blocking calls, which are faster
+    unless ranks outnumber cores; ``_start`` forms return a Handle, and their arrays
+    must be left alone until its ``wait``. Messages larger than ``chunk_bytes`` are
+    split. Nothing relies on MPI buffering a message; with ``synchronous`` set no send
+    is buffered at all.
+
+    Arrays that all ranks took from ``shared_zeros``, or the same contiguous stretch of
+    them, are reduced and gathered through shared memory. That work is done by ``test``
+    or ``wait``, so all ranks must then wait in the same order.
 
     comm      the MPI communicator; ``free`` frees it
     name      the axis, as counters and the watchdog call it
     members   rank in the world of each rank of ``comm``
-    polite    leave the core to others while waiting (more ranks than cores)
+    bell      how to wait where ranks outnumber cores; None to wait inside MPI
     """
 
     chunk_bytes = 1 << 30
@@ -52,7 +62,7 @@ class Communicator:
         *,
         log: CallLog | None = None,
         members: Sequence[int] | None = None,
-        polite: bool = False,
+        bell: Bell | None = None,
     ) -> None:
         self.mpi = comm
         self.name = name
@@ -62,11 +72,13 @@ class Communicator:
         self.transport = transport or Host()
         self.members = range(self.size) if members is None else members
         self._log = log or CallLog()
-        self._polite = polite
+        self._bell = bell
         self._collectives = self._log.channel(name, COLLECTIVE, self.members)
         self._messages: dict[tuple[int, int, int], Channel] = {}
-        self._now = Poster(comm, "")
+        # MPI blocks nowhere where ranks outnumber cores, as it spins then
+        self._now = Poster(comm, "I" if bell else "")
         self._later = Poster(comm, "I")
+        self._desk: Desk | None = None
 
     # Collectives
 
@@ -78,31 +90,39 @@ class Communicator:
         """Start ``all_reduce``."""
         return self._all_reduce(x, op, self._later)
 
-    def all_gather(self, x: Array, counts: Sequence[int] | None = None) -> Array:
-        """Return a new array with the ranks' ``x`` joined along dim 0.
+    def all_gather(
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
+    ) -> Array:
+        """Return the ranks' ``x`` joined along dim 0, in ``out`` or a new array.
 
         All have equally many rows unless ``counts`` gives the rows of each rank. A 0-d
-        array counts as one row. Raises ShapeError if ``counts`` denies the own rows.
+        array counts as one row. ``x`` may be the own rows of ``out``. Raises ShapeError
+        if ``counts`` denies the own rows or ``out`` has another shape.
         """
-        return self._all_gather(x, counts, self._now).wait()
+        return self._all_gather(x, counts, out, self._now).wait()
 
-    def all_gather_start(self, x: Array, counts: Sequence[int] | None = None) -> Handle:
+    def all_gather_start(
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
+    ) -> Handle:
         """Start ``all_gather``."""
-        return self._all_gather(x, counts, self._later)
+        return self._all_gather(x, counts, out, self._later)
 
-    def reduce_scatter(self, x: Array, counts: Sequence[int] | None = None) -> Array:
+    def reduce_scatter(
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
+    ) -> Array:
         """Return the own rows of the sum of the ranks' ``x``, cut along dim 0.
 
-        Every rank gets equally many rows unless ``counts`` gives the rows of each.
-        Raises ShapeError if the rows cannot be cut that way.
+        Every rank gets equally many rows unless ``counts`` gives the rows of each. They
+        are in ``out``, which may be those rows of ``x``, or in a new array. Raises
+        ShapeError if the rows cannot be cut that way or ``out`` has another shape.
         """
-        return self._reduce_scatter(x, counts, self._now).wait()
+        return self._reduce_scatter(x, counts, out, self._now).wait()
 
     def reduce_scatter_start(
-        self, x: Array, counts: Sequence[int] | None = None
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
     ) -> Handle:
         """Start ``reduce_scatter``."""
-        return self._reduce_scatter(x, counts, self._later)
+        return self._reduce_scatter(x, counts, out, self._later)
 
     def all_to_all(self, x: Array) -> Array:
         """Cut ``x`` in equal parts along dim 0, send part i to rank i.
@@ -110,7 +130,7 @@ class Communicator:
         Return a new array of the same shape with the parts that came, by rank.
         Raises ShapeError if the rows cannot be cut equally.
         """
-        self._even_rows("all_to_all", x)
+        even_rows(f"all_to_all on axis {self.name}", x, self.size)
         flat, handle = self._begin("all_to_all", x, x.nbytes - x.nbytes // self.size)
         out = np.empty(x.shape, x.dtype)
         bytes_in, bytes_out = as_bytes(flat), as_bytes(out.reshape(-1))
@@ -128,7 +148,8 @@ class Communicator:
         """Return when every rank is here."""
         with self._inside("barrier") as tally:
             tally.calls += 1
-            self.mpi.Barrier()
+            if self._bell is None:
+                self.mpi.Barrier()
 
     # Messages
 
@@ -178,8 +199,29 @@ class Communicator:
         with self._inside("broadcast_obj"):
             return self.mpi.bcast(obj, root)
 
+    # Memory
+
+    def shared_zeros(self, size: int, dtype: DTypeLike) -> np.ndarray:
+        """Return (size,) zeros that all ranks of the axis can reach.
+
+        All ranks call it, for equally much (else ShapeError). Operations on the result
+        and on contiguous stretches of it go through shared memory. Where that cannot
+        be had, as on more than one node, it is private memory on all ranks.
+        """
+        dtype = np.dtype(dtype)
+        with self._inside("shared_zeros"):
+            segment = share(self.mpi, size, dtype)
+            if segment is None:
+                return np.zeros(size, dtype)
+            if self._desk is None:
+                channel = self._log.channel(self.name, "completion", self.members)
+                self._desk = Desk(self.mpi, channel)
+        return np.asarray(segment)
+
     def free(self) -> None:
         """Free the MPI communicator; collective over its ranks."""
+        if self._desk is not None:
+            self._desk.free()
         self.mpi.Free()
 
     # How it is done
@@ -202,7 +244,8 @@ class Communicator:
         tally.seconds += now - entered
         call = (channel or self._collectives).enter(op, flat.nbytes, now)
         self._log.current = call
-        return flat, Handle(call, self._log, tally, self._polite)
+        pause = ROUNDS if channel is None else MESSAGES
+        return flat, Handle(call, self._log, tally, self._bell, pause)
 
     def _put_back(self, flat: np.ndarray, x: Array) -> Array:
         self.transport.push(flat, x)
@@ -212,41 +255,84 @@ class Communicator:
         kind, mpi_op = reduction(x.dtype, op)
         sent = ring_reduce_bytes(x.size, x.itemsize, self.size, self.rank)
         flat, handle = self._begin("all_reduce", x, sent)
+        segment = segment_of(x, self.mpi)
+        if segment is not None:
+            parts, bounds = segment.parts_at(x), bounds_of(shares(x.size, self.size))
+            work = partial(shared.all_reduce, parts, self.rank, bounds, op)
+            return self._together(handle, work, x)
         posts = poster.all_reduce(flat, kind, mpi_op, self.chunk_bytes)
         return handle.launch(posts, lambda: self._put_back(flat, x))
 
     def _all_gather(
-        self, x: Array, counts: Sequence[int] | None, poster: Poster
+        self, x: Array, counts: Sequence[int] | None, out: Array, poster: Poster
     ) -> Handle:
+        where = f"all_gather on axis {self.name}"
         rows, tail = (x.shape[0], x.shape[1:]) if x.ndim else (1, ())
         if counts is None:
             blocks, length, sent = None, rows * self.size, x.nbytes * (self.size - 1)
         else:
-            self._check_counts("all_gather", counts, counts[self.rank], rows)
+            told = sum(counts[self.rank : self.rank + 1])
+            check_counts(where, counts, self.size, told, rows)
             width = x.itemsize * math.prod(tail)
             blocks, length = [count * width for count in counts], sum(counts)
             sent = ring_gather_bytes(blocks, self.rank)
+        check_out(where, out, (length, *tail), x.dtype)
         flat, handle = self._begin("all_gather", x, sent)
-        out = np.empty((length, *tail), x.dtype)
-        own, whole = as_bytes(flat), as_bytes(out.reshape(-1))
-        posts = poster.all_gather(own, whole, blocks, self.chunk_bytes)
-        return handle.launch(posts, lambda: self.transport.give(out, x))
+        segment = segment_of(out, self.mpi)
+        if segment is not None:
+            parts = [part.view(np.uint8) for part in segment.parts_at(out)]
+            bounds = bounds_of(blocks or [x.nbytes] * self.size)
+            own = parts[self.rank][bounds[self.rank] : bounds[self.rank + 1]]
+            own[...] = as_bytes(flat)
+            work = partial(shared.all_gather, parts, self.rank, bounds)
+            return self._together(handle, work, out)
+        whole = np.empty((length, *tail), x.dtype)
+        posts = poster.all_gather(
+            as_bytes(flat), as_bytes(whole.reshape(-1)), blocks, self.chunk_bytes
+        )
+        return handle.launch(posts, lambda: self._deliver(whole, x, out))
 
     def _reduce_scatter(
-        self, x: Array, counts: Sequence[int] | None, poster: Poster
+        self, x: Array, counts: Sequence[int] | None, out: Array, poster: Poster
     ) -> Handle:
         kind, op = reduction(x.dtype, "sum")
+        where = f"reduce_scatter on axis {self.name}"
         if counts is None:
-            counts = [self._even_rows("reduce_scatter", x)] * self.size
-        self._check_counts("reduce_scatter", counts, sum(counts), len(x))
+            counts = [even_rows(where, x, self.size)] * self.size
+        check_counts(where, counts, self.size, sum(counts), len(x))
+        shape = (counts[self.rank], *x.shape[1:])
+        check_out(where, out, shape, x.dtype)
         blocks = [count * math.prod(x.shape[1:]) for count in counts]
         sent = x.itemsize * ring_scatter_bytes(blocks, self.rank)
         flat, handle = self._begin("reduce_scatter", x, sent)
-        out = np.empty((counts[self.rank], *x.shape[1:]), x.dtype)
+        segment = segment_of(x, self.mpi)
+        if segment is not None:
+            parts, bounds = segment.parts_at(x), bounds_of(blocks)
+            own = np.empty(shape, x.dtype) if out is None else out
+            flat_own = own.reshape(-1)
+            work = partial(shared.reduce_scatter, parts, self.rank, bounds, flat_own)
+            return self._together(handle, work, own)
+        own = np.empty(shape, x.dtype)
         posts = poster.reduce_scatter(
-            flat, out.reshape(-1), blocks, kind, op, self.chunk_bytes
+            flat, own.reshape(-1), blocks, kind, op, self.chunk_bytes
         )
-        return handle.launch(posts, lambda: self.transport.give(out, x))
+        return handle.launch(posts, lambda: self._deliver(own, x, out))
+
+    def _together(self, handle: Handle, work: Callable[[], None], x: Array) -> Handle:
+        """Let all ranks do ``work``, which makes ``x``, in their shared memory."""
+        todo = Work(handle.op, x.nbytes, work)
+        return handle.launch(
+            [self._desk.start(todo)],
+            lambda: x,
+            follow=lambda: self._desk.follow(todo),
+        )
+
+    def _deliver(self, result: np.ndarray, like: Array, out: Array) -> Array:
+        result = self.transport.give(result, like)
+        if out is None:
+            return result
+        out[...] = result
+        return out
 
     def _send(self, x: Array, to: int, tag: int, op: str) -> Handle:
         post = self.mpi.Issend if self.synchronous else self.mpi.Isend
@@ -275,32 +361,18 @@ class Communicator:
 
     @contextmanager
     def _inside(self, op: str) -> Iterator[Any]:
-        """Time and watch a collective that has no array."""
+        """Time and watch a collective without an array; with a bell, all meet first."""
         tally = self.counters.tally(self.name, op)
         began = time.perf_counter()
         self._log.current = self._collectives.enter(op, 0, began)
         try:
+            if self._bell is not None:
+                gate = self.mpi.Ibarrier()
+                self._bell.ring(self.members)
+                self._bell.wait([gate], None, ROUNDS)
             yield tally
         finally:
             self._log.current = None
             spent = time.perf_counter() - began
             tally.seconds += spent
             tally.wait += spent
-
-    def _even_rows(self, op: str, x: Array) -> int:
-        rows = x.shape[0] if x.ndim else 1
-        if rows % self.size:
-            raise ShapeError(
-                f"{op} on axis {self.name}: {rows} rows of shape {x.shape} cannot be "
-                f"cut in {self.size} equal parts"
-            )
-        return rows // self.size
-
-    def _check_counts(
-        self, op: str, counts: Sequence[int], told: int, rows: int
-    ) -> None:
-        if len(counts) != self.size or told != rows:
-            raise ShapeError(
-                f"{op} on axis {self.name}: counts {list(counts)} do not describe "
-                f"{rows} rows on rank {self.rank} of {self.size}"
-            )

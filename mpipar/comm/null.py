@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from mpipar.comm.transport import Array
 from mpipar.errors import CommError
 
@@ -41,13 +44,17 @@ class NullCommunicator:
         """Return ``x``."""
         return x
 
-    def all_gather(self, x: Array, counts: Sequence[int] | None = None) -> Array:
-        """Return ``x``."""
-        return x
+    def all_gather(
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
+    ) -> Array:
+        """Return ``x``, or ``out`` filled with it."""
+        return _deliver(x, out)
 
-    def reduce_scatter(self, x: Array, counts: Sequence[int] | None = None) -> Array:
-        """Return ``x``."""
-        return x
+    def reduce_scatter(
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
+    ) -> Array:
+        """Return ``x``, or ``out`` filled with it."""
+        return _deliver(x, out)
 
     def all_to_all(self, x: Array) -> Array:
         """Return ``x``."""
@@ -62,16 +69,16 @@ class NullCommunicator:
         return Finished(x)
 
     def all_gather_start(
-        self, x: Array, counts: Sequence[int] | None = None
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
     ) -> Finished:
-        """Return a finished handle of ``x``."""
-        return Finished(x)
+        """Return a finished handle of ``all_gather``."""
+        return Finished(_deliver(x, out))
 
     def reduce_scatter_start(
-        self, x: Array, counts: Sequence[int] | None = None
+        self, x: Array, counts: Sequence[int] | None = None, out: Array = None
     ) -> Finished:
-        """Return a finished handle of ``x``."""
-        return Finished(x)
+        """Return a finished handle of ``reduce_scatter``."""
+        return Finished(_deliver(x, out))
 
     def send(self, x: Array, to: int, tag: int = 0) -> None:
         """Raise CommError."""
@@ -111,8 +118,19 @@ class NullCommunicator:
     def barrier(self) -> None:
         """Return at once."""
 
+    def shared_zeros(self, size: int, dtype: DTypeLike) -> np.ndarray:
+        """Return (size,) zeros."""
+        return np.zeros(size, dtype)
+
     def free(self) -> None:
         """Do nothing."""
 
     def _alone(self) -> None:
         raise CommError(f"axis {self.name} has one rank: there is nobody to message")
+
+
+def _deliver(x: Array, out: Array) -> Array:
+    if out is None:
+        return x
+    out[...] = x
+    return out

@@ -32,6 +32,7 @@ class Poster:
         self._allreduce = call("allreduce")
         self._allgather = call("allgather")
         self._allgatherv = call("allgatherv")
+        self._alltoall = call("alltoall")
         self._reduce_scatter = call("reduce_scatter")
         self._reduce = call("reduce")
         self._bcast = call("bcast")
@@ -86,20 +87,18 @@ class Poster:
                 yield self._reduce([part, kind], into, op, root)
 
     def all_to_all(self, flat: np.ndarray, out: np.ndarray, limit: int) -> Posts:
-        """Bytes; blocking whatever the prefix."""
+        """Bytes; above the limit nonblocking whatever the prefix."""
         if flat.size <= limit:
-            yield self._comm.Alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
+            yield self._alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
             return
         n, rank = self._comm.size, self._comm.rank
         leaving, arriving = flat.reshape(n, -1), out.reshape(n, -1)
         for hop in range(n):
             to, source = (rank + hop) % n, (rank - hop) % n
-            there, here = pieces(leaving[to], limit), pieces(arriving[source], limit)
-            for part, target in zip(there, here, strict=True):
-                yield self._comm.Sendrecv(
-                    [part, mpi.BYTE], to, _EXCHANGE_TAG,
-                    [target, mpi.BYTE], source, _EXCHANGE_TAG,
-                )  # fmt: skip
+            for part in pieces(arriving[source], limit):
+                yield self._comm.Irecv([part, mpi.BYTE], source, _EXCHANGE_TAG)
+            for part in pieces(leaving[to], limit):
+                yield self._comm.Isend([part, mpi.BYTE], to, _EXCHANGE_TAG)
 
 
 def pieces(flat: np.ndarray, limit: int) -> list[np.ndarray]:

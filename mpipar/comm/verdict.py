@@ -65,6 +65,13 @@ def report(
         lines.append(f"  rank {member} did not arrive: {excuse}")
     if not missing:
         lines.append("  all ranks arrived, but the data does not get through")
+        # MPI moves what a rank has started only while the rank is inside MPI
+        lines += [
+            f"  rank {member} has started it, but is computing at {answer.where} on "
+            f"host {answer.host}"
+            for member, answer in sorted(answers.items())
+            if answer.inside is None
+        ]
     lines.append("  The job ends now, with exit status 4.")
     return "\n".join(lines) + "\n"
 

@@ -60,7 +60,7 @@ class Engine:
         self.model = build_model(
             recipe.model, ops=ops, tp=tp, sequence=recipe.parallel.sequence
         )
-        self.flat = FlatState(list(self.model.unit_parameters()), ops)
+        self.flat = FlatState(list(self.model.unit_parameters()), ops, grid.grad)
         self.flat.initialize(recipe.train.seed)
         replicas = {"tp": tp}
         if recipe.model.kv_heads < tp.size:

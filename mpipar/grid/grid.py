@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from mpipar.comm import Communicator, Host, NullCommunicator, mpi
+from mpipar.comm.bell import Bell
 from mpipar.comm.calls import CallLog
 from mpipar.comm.transport import Transport
 from mpipar.comm.watchdog import Watchdog
@@ -53,9 +54,10 @@ class Grid(SerialGrid):
         self._made: list[Communicator] = []
         self._subs: dict[tuple[str, int], Communicator | NullCommunicator] = {}
         self._watchdog: Watchdog | None = None
+        self._bell: Bell | None = None
 
         # Renumber the ranks node by node
-        nodes, one_node, self._polite, self.node_rank = _survey(world, node_size)
+        nodes, one_node, crowded, self.node_rank = _survey(world, node_size)
         ranks = by_node(nodes)
         self._nodes = [nodes[rank] for rank in ranks]
         self.size = world.size
@@ -66,6 +68,7 @@ class Grid(SerialGrid):
 
         # Cut the world along every axis, in the same order on all ranks
         base = world.Split(0, self.rank)
+        self._bell = Bell(base) if crowded else None
         self.world = self._adopt(base, "world", range(self.size))
         for name in (*AXES, *_JOINED):
             setattr(self, name, self._cut(name, self._peers(name, self.rank)))
@@ -114,6 +117,8 @@ class Grid(SerialGrid):
             self._watchdog = None
         while self._made:
             self._made.pop().free()
+        if self._bell is not None:
+            self._bell.close()
 
     def __exit__(
         self,
@@ -139,7 +144,7 @@ class Grid(SerialGrid):
         self._made.append(
             Communicator(
                 comm, name, self.counters, self._transport,
-                log=self._log, members=members, polite=self._polite,
+                log=self._log, members=members, bell=self._bell,
             )
         )  # fmt: skip
         return self._made[-1]

@@ -37,11 +37,11 @@ KINDS = ["C", "F", "strided", "negative", "transposed"]
 
 
 @pytest.fixture(params=["one piece", "many pieces"])
-def axis(comm, request, monkeypatch):
+def axis(comm, bell, request, monkeypatch):
     """A communicator, with messages in one piece and in pieces of 40 bytes."""
     if request.param == "many pieces":
         monkeypatch.setattr(Communicator, "chunk_bytes", 40)
-    return Communicator(comm, "tp", Counters())
+    return Communicator(comm, "tp", Counters(), bell=bell)
 
 
 @pytest.mark.mpi(3)
@@ -183,9 +183,7 @@ def test_a_message_of_another_size_is_an_error(comm):
 
 
 @pytest.mark.mpi(3)
-@pytest.mark.parametrize("polite", [False, True])
-def test_started_operations_give_the_same_as_blocking_ones(axis, polite, monkeypatch):
-    monkeypatch.setattr(axis, "_polite", polite)
+def test_started_operations_give_the_same_as_blocking_ones(axis):
     n, r = axis.size, axis.rank
     x = value(r, (6, 5))
     reduced, total = x.T.copy().T, x.copy()

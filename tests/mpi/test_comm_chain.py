@@ -9,9 +9,9 @@ SIZES = [1 << 10, 1 << 16, 1 << 22]
 
 
 @pytest.fixture(params=["buffered", "synchronous"])
-def axis(comm, request, monkeypatch):
+def axis(comm, bell, request, monkeypatch):
     monkeypatch.setattr(Communicator, "synchronous", request.param == "synchronous")
-    return Communicator(comm, "pp", Counters())
+    return Communicator(comm, "pp", Counters(), bell=bell)
 
 
 def ring(axis, nbytes):

@@ -113,6 +113,31 @@ grid.tp.all_gather(x)
     assert "last collective on axis tp: all_reduce #1" in missing
 
 
+@pytest.mark.parametrize(
+    ("started", "excuse"),
+    [
+        (False, "rank 1 did not arrive: it is computing at "),
+        (True, "rank 1 has started it, but is computing at "),
+    ],
+)
+def test_a_rank_that_misses_work_on_shared_arrays_is_named(hang, started, excuse):
+    report = hang(
+        3,
+        f"""
+x = grid.tp.shared_zeros(1 << 17, "f8")
+if r == 1 and not {started}:
+    compute_for_ever()
+handle = grid.tp.all_reduce_start(x)
+if r == 1:
+    compute_for_ever()
+handle.wait()
+""",
+    )
+    assert re.match(r"mpipar: rank 0 has waited \d+\.\d s in all_reduce #2 on ", report)
+    assert line_of(report) == "handle.wait()"
+    assert excuse in report
+
+
 def test_a_stopped_rank_is_named(hang):
     """A24: SIGSTOP"""
     report = hang(
