@@ -22,6 +22,8 @@ class Facts:
     mpi_size: int
     numpy: str
     blas: tuple[tuple[str, int], ...]
+    numba: str | None
+    bf16_obstacle: str | None
     h5py: str | None
     hdf5: str | None
     file_locking: str
@@ -37,6 +39,7 @@ class Facts:
 def collect(mpi_size: int) -> Facts:
     """Look at this rank's process and machine."""
     from mpipar.cli.world import mpi_library
+    from mpipar.ops import bf16_obstacle
 
     h5py = _module("h5py")
     gpus, gpu_error = _gpus()
@@ -49,6 +52,8 @@ def collect(mpi_size: int) -> Facts:
         mpi_size=mpi_size,
         numpy=importlib.import_module("numpy").__version__,
         blas=_blas(),
+        numba=_version("numba"),
+        bf16_obstacle=bf16_obstacle("cpu"),
         h5py=h5py and h5py.__version__,
         hdf5=h5py and h5py.version.hdf5_version,
         file_locking=os.environ.get("HDF5_USE_FILE_LOCKING", ""),
@@ -91,13 +96,16 @@ def _free(path: str | Path) -> int | None:
         return None
 
 
+def _version(package: str) -> str | None:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None
+
+
 def _cupy_version() -> str | None:
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return None
+    names = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+    return next(filter(None, map(_version, names)), None)
 
 
 def _gpus() -> tuple[int | None, str]:

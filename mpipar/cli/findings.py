@@ -27,6 +27,8 @@ def judge(facts: Sequence[Facts], launch: Launch) -> list[Finding]:
         _mpi(facts, launch),
         _cores(facts),
         _blas(facts),
+        _kernels(facts),
+        _bf16(facts),
         _hdf5(facts),
         _shm(facts),
         _gpu(facts),
@@ -112,6 +114,20 @@ def _blas(facts: Sequence[Facts]) -> Finding:
             text += f"; {total} threads on {cores} cores of {host}"
             return Finding("BLAS", "warn", text, advice)
     return Finding("BLAS", "ok", text)
+
+
+def _kernels(facts: Sequence[Facts]) -> Finding:
+    if all(fact.numba for fact in facts):
+        return Finding("kernels", "ok", f"compiled by {facts[0].numba}")
+    advice = "Plain NumPy does the work, a good third slower: pip install numba."
+    return Finding("kernels", "warn", "numba is not installed", advice)
+
+
+def _bf16(facts: Sequence[Facts]) -> Finding:
+    obstacle = next(filter(None, (fact.bf16_obstacle for fact in facts)), None)
+    if obstacle is None:
+        return Finding("bf16", "ok", "oneDNN multiplies bf16 numbers here")
+    return Finding("bf16", "ok", f"not here: {obstacle}")
 
 
 def _hdf5(facts: Sequence[Facts]) -> Finding:

@@ -97,7 +97,7 @@ class NumpyOps(KernelOps):
     ) -> np.ndarray:
         if b is None or onto is None:
             return super().add_residual(y, b, onto)
-        self._by_rows(elementwise.add_rows, rows_of(y), rows_of(onto), b)
+        self._by_rows(elementwise.add_rows, spaced_rows(y), rows_of(onto), b)
         return y
 
     # --- activations ------------------------------------------------------------------
@@ -110,7 +110,8 @@ class NumpyOps(KernelOps):
 
     def gelu_dx(self, dy: np.ndarray, slope: np.ndarray) -> np.ndarray:
         dx = self._over(dy)
-        self._by_rows(elementwise.multiply, rows_of(dy), rows_of(slope), rows_of(dx))
+        views = rows_of(dy), rows_of(slope), spaced_rows(dx)
+        self._by_rows(elementwise.multiply, *views)
         return dx
 
     def swiglu_fwd(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:

@@ -72,10 +72,12 @@ def _choose_cache_folder() -> str:
     ):
         folder = root / name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
         except OSError:
             continue
-        if os.access(folder, os.W_OK):
+        # What is read from there is run: it must be our own.
+        if root.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
             return str(folder)
     return tempfile.mkdtemp(prefix="mpipar-")
 
