@@ -65,7 +65,7 @@ class CausalSelfAttention(Branch):
     Shapes    x, y (b, s/u, d)  stream layout; u = tp under sequence parallelism, else 1
               q (b, s, n/tp, h)   k, v (b, s, g', h) with g' = max(1, g/tp)
     Backward  as `Ops.attention_bwd`, then the two projections; dx summed over tp
-    Saves     the input of each projection, q k v and the log-sum-exp:
+    Saves     the input of each projection (operand items), q k v and the log-sum-exp:
               b·s/u·d + b·s·(2n + 2g'·tp)·h/tp + b·s·n/tp items
     Moves     as ColumnLinear plus RowLinear
     Flops     the projections, and 2·b·s·(s+1)·h·n/tp for scores and values

@@ -51,18 +51,20 @@ def even_output(name: str, rows: int, tp: Any) -> Output:
 class ColumnLinear(Layer):
     """y = x Wᵀ + b, with W cut by rows over tp; several outputs share one product.
 
+    An operand item is one of what products read: bf16 in that precision, else as all.
+
     Shapes    x (b, s/u, d)    stream layout; u = tp under sequence parallelism, else 1
               W (f/tp, d)      parameters stacked by rows, dim 0 cut over tp
               y (b, s, f/tp)
     Backward  dx  = Σ_tp dy W          stream layout, in backward_input
               dW += Σ_bs dyᵀ x         (f/tp, d)     local, may be deferred
               db += Σ_bs dy            (f/tp,)
-    Saves     x: b·s/u·d items. `left` holds dy and the whole x
+    Saves     x: b·s/u·d operand items. `left` holds dy and the whole x
     Moves     R: forward 0; backward all-reduce 2·(tp−1)/tp · b·s·d items
-              S(1): forward all-gather, backward all-gather (x again, for dW) and
-              reduce-scatter, (tp−1)/tp · b·s·d items each
+              S(1): forward all-gather, backward all-gather (x again, for dW), of
+              operand items, and reduce-scatter, (tp−1)/tp · b·s·d items each
     Flops     forward 2·b·s·d·f/tp; input and weight gradients the same each
-    Precision the compute type
+    Precision operands as above, sums and results in the compute type
     Source    Shoeybi et al. 2019, section 3, operator f
     """
 
@@ -147,11 +149,12 @@ class RowLinear(Branch):
     Backward  dx  = dy W               (b, s, f/tp)
               dW += Σ_bs dyᵀ x         (d, f/tp)     local, may be deferred
               db += Σ_bs dy            (d,)   over the rank's own stream tokens
-    Saves     x: b·s·f/tp items. `left` holds dy of all tokens and x
+    Saves     x: b·s·f/tp operand items. `left` holds dy of all tokens and x
     Moves     R: forward all-reduce 2·(tp−1)/tp · b·s·d items; backward 0
-              S(1): forward reduce-scatter, backward all-gather, (tp−1)/tp · b·s·d each
+              S(1): forward reduce-scatter, backward all-gather (operand items),
+              (tp−1)/tp · b·s·d each
     Flops     forward 2·b·s·d·f/tp; input and weight gradients the same each
-    Precision the compute type
+    Precision operands as above, sums and results in the compute type
     Source    Shoeybi et al. 2019, section 3, operator g
     """
 
