@@ -20,8 +20,8 @@ from typing import Any
 import numba
 import numpy as np
 
-# Sums may be reordered and fused; NaN and infinity keep their meaning.
-_FAST_MATH = {"reassoc", "nsz", "contract", "arcp"}
+# Sums may be reordered and fused; quotients stay exact, NaN and infinity what they are.
+_FAST_MATH = {"reassoc", "nsz", "contract"}
 _DECLARED: list[tuple[Any, str]] = []
 _LOADED: set[tuple[np.dtype, np.dtype]] = set()
 

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_TAYLOR_TERMS = {32: 7, 64: 14}
+_TAYLOR_TERMS = {32: 8, 64: 14}
 _EXPONENT = {32: (127, 23), 64: (1023, 52)}
 _RANGE = {32: (-87.0, 88.0), 64: (-708.0, 709.0)}
 # ln 2 in two parts, of which the first has few bits (Cody & Waite 1980).
