@@ -51,3 +51,15 @@ class Draw:
 
     def ids(self, low, high):
         return self.rng.integers(low, high, (self.b, self.s))
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """The bits of float32 rounded to bf16, halves to even; NaN stays NaN."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers of bf16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -60,7 +60,7 @@ CONTESTANTS = (
     Contestant("torch-tp", "DTensor, blocks alone, gloo", TORCH, words=("--mode=tp",)),
     Contestant("jax", "jit, a thread a core", JAX, THREADS),
     Contestant("mpipar-1x1", "one rank on one core", MPIPAR, ONE_CORE),
-    Contestant("mpipar-1x2", "one rank, a BLAS thread a core", MPIPAR, THREADS),
+    Contestant("mpipar-1x2", "one rank, a thread a core", MPIPAR, THREADS),
     Contestant("mpipar-dp", "data parallel", MPIPAR),
     Contestant(
         "mpipar-tp", "tensor parallel", MPIPAR, words=("parallel.tensor={cores}",)

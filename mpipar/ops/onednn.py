@@ -48,18 +48,6 @@ def why_not() -> str | None:
     return None
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    """Round float32 to the nearest bf16, halves to even; NaN stays NaN."""
-    bits = np.asarray(x, FP32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(BF16)
-
-
-def from_bf16(x: np.ndarray) -> np.ndarray:
-    """The float32 values of bf16 bits."""
-    return (x.astype(np.uint32) << 16).view(FP32)
-
-
 def _cpu_flags() -> set[str]:
     try:
         lines = CPUINFO.read_text().splitlines()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from numeric import assert_close
+from numeric import assert_close, from_bf16, to_bf16
 from parity.build import (
     count_valid,
     gradients,
@@ -17,7 +17,6 @@ from mpipar.grid import serial_grid
 from mpipar.layers.base import Step, nbytes
 from mpipar.ops import bf16_obstacle, make_ops
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.onednn import from_bf16, to_bf16
 
 # Half a unit in the last of 8 bits, and a little for different rounding before it.
 ROUNDING = 2.0**-8 * 1.01

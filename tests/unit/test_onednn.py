@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numeric import from_bf16, to_bf16
 
 from mpipar.errors import DeviceError, ShapeError
 from mpipar.ops import onednn
-from mpipar.ops.onednn import Products, from_bf16, to_bf16, why_not
+from mpipar.ops.onednn import Products, why_not
 
 EPSILON = 2.0**-24
 SIZES = [(1, 1, 1), (1, 65, 7), (65, 1, 3), (3, 7, 1), (7, 65, 3), (65, 64, 130)]
