@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 import warnings
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from mpipar.cli.launch import (
     FAILED,
@@ -39,6 +40,9 @@ def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) 
             print(f"mpipar: {reason}", file=sys.stderr)
         return 2
     threading.excepthook = lambda hook: _abort(world, hook.exc_value)
+    # By default these end one rank without a word, which not every launcher notices.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _interrupt)
     try:
         set_threads(world)
         return command.run(args, world)
@@ -48,6 +52,10 @@ def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) 
         if _is_common(error, world):
             return _tell_once(error, world)
         return _abort(world, error)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _is_common(error: BaseException, world: MPI.Comm) -> bool:

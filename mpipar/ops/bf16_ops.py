@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mpipar.ops.blas import fill
 from mpipar.ops.kernels import elementwise
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.ops.onednn import Products
@@ -40,11 +41,15 @@ class Bf16Ops(NumpyOps):
         thread: int,
         *,
         bias: np.ndarray | None = None,
-        add: bool = False,
+        onto: np.ndarray | None = None,
     ) -> None:
         products = self._products[thread]
         if thread not in self._prepared:
             # OpenMP counts threads for each calling thread; the team has its own.
             products.set_threads(1)
             self._prepared.add(thread)
-        products.multiply(a, b, out, bias=bias, accumulate=add)
+        if onto is None:
+            products.multiply(a, b, out, bias=bias)
+        else:
+            fill(out, bias, onto)
+            products.multiply(a, b, out, accumulate=True)

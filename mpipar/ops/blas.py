@@ -39,6 +39,36 @@ def _gemm(dtype: str) -> ctypes._CFuncPtr | None:
     return kind(address)
 
 
+def multiply(
+    a: np.ndarray,
+    b: np.ndarray,
+    out: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    onto: np.ndarray | None = None,
+) -> None:
+    """out = a b + bias + onto, those that there are.
+
+    Matrices (m, k), (k, n), (m, n) may be transposed views, out has contiguous rows;
+    bias (n,); onto (m, n) may be out.
+    """
+    if bias is None and onto is None:
+        np.matmul(a, b, out=out)
+    else:
+        fill(out, bias, onto)
+        add_product(a, b, out)
+
+
+def fill(out: np.ndarray, bias: np.ndarray | None, onto: np.ndarray | None) -> None:
+    """out = bias + onto, those that there are; onto may be out."""
+    if onto is None:
+        out[...] = bias
+    elif bias is not None:
+        np.add(onto, bias, out=out)
+    elif onto is not out:
+        out[...] = onto
+
+
 def add_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """out += a b; matrices may be transposed views, out has contiguous rows."""
     function = _gemm(out.dtype.name)

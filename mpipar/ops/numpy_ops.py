@@ -1,7 +1,8 @@
-"""CPU ops: products by NumPy's BLAS, everything else in one fused pass by a kernel.
+"""CPU ops: everything in one fused pass by a kernel; products by one of our own where
+the CPU has AVX-512, else by NumPy's BLAS.
 
-Same signatures as the reference, same results up to rounding. Threads share rows: each
-calls BLAS for its own, so that BLAS itself needs no threads.
+Same signatures as the reference, same results up to rounding. Threads share rows, so
+that BLAS itself needs no threads.
 """
 
 import math
@@ -9,9 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.ops import blas
 from mpipar.ops.attention import DropoutTile
-from mpipar.ops.blas import add_product, gemm_address
-from mpipar.ops.kernels import attention, elementwise, loss, norm, optimizer, random
+from mpipar.ops.blas import gemm_address
+from mpipar.ops.kernels import (
+    attention,
+    elementwise,
+    loss,
+    norm,
+    optimizer,
+    product,
+    random,
+)  # fmt: skip
+from mpipar.ops.kernels.tile import has_registers
 from mpipar.ops.runner import KernelOps, optional, rows_of, spaced_rows
 from mpipar.ops.team import MULTIPLY_ADDS
 
@@ -40,15 +51,8 @@ class NumpyOps(KernelOps):
         base = None if onto is None else rows_of(onto)
 
         def work(lo: int, hi: int, thread: int) -> None:
-            part = out[lo:hi]
-            if base is None:
-                self._multiply(rows[lo:hi], w.T, part, thread, bias=b)
-                return
-            if b is None:
-                part[...] = base[lo:hi]
-            else:
-                elementwise.sum_rows(out, base, b, lo, hi)
-            self._multiply(rows[lo:hi], w.T, part, thread, add=True)
+            part = None if base is None else base[lo:hi]
+            self._multiply(rows[lo:hi], w.T, out[lo:hi], thread, bias=b, onto=part)
 
         self.team.share(len(out), work, y.size * w.shape[1] // MULTIPLY_ADDS)
         return y
@@ -67,7 +71,8 @@ class NumpyOps(KernelOps):
         grad, rows = rows_of(dy), rows_of(x)
 
         def work(lo: int, hi: int, thread: int) -> None:
-            self._multiply(grad[:, lo:hi].T, rows, dw[lo:hi], thread, add=True)
+            part = dw[lo:hi]
+            self._multiply(grad[:, lo:hi].T, rows, part, thread, onto=part)
 
         self.team.share(len(dw), work, dw.size * len(rows) // MULTIPLY_ADDS)
 
@@ -79,15 +84,19 @@ class NumpyOps(KernelOps):
         thread: int,
         *,
         bias: np.ndarray | None = None,
-        add: bool = False,
+        onto: np.ndarray | None = None,
     ) -> None:
-        """out = a b + bias, or out += a b; one thread of the team does it."""
-        if bias is not None:
-            out[...] = bias
-        if add or bias is not None:
-            add_product(a, b, out)
-        else:
-            np.matmul(a, b, out=out)
+        """out = a b + bias + onto, which may be out; one thread of the team does it."""
+        if len(a) < product.STRIP or not (a.size and has_registers()):
+            blas.multiply(a, b, out, bias=bias, onto=onto)
+            return
+        size = product.SCRATCH // self.dtype.itemsize
+        scratch = self.scratch("factors", (self.team.size, size))[thread]
+        biased, added = bias is not None, onto is not None
+        product.multiply(
+            a, b, bias if biased else out[0], biased, onto if added else out, added,
+            out, scratch,
+        )  # fmt: skip
 
     def linear_db(self, dy: np.ndarray, db: np.ndarray) -> None:
         self._summed(elementwise.column_sum, rows_of(dy), sums=[db])

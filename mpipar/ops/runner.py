@@ -1,6 +1,7 @@
 """How kernels are run: by a team of threads, over rows."""
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,7 @@ class KernelOps(Ops):
 
 def rows_of(x: np.ndarray) -> np.ndarray:
     """(rows, width) of an array, contiguous; a copy only where it is not."""
-    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    return np.ascontiguousarray(x).reshape(_rows(x))
 
 
 def spaced_rows(x: np.ndarray) -> np.ndarray:
@@ -89,7 +90,11 @@ def spaced_rows(x: np.ndarray) -> np.ndarray:
 
     Raises ValueError where there is no such view.
     """
-    return np.reshape(x, (-1, x.shape[-1]), copy=False)
+    return np.reshape(x, _rows(x), copy=False)
+
+
+def _rows(x: np.ndarray) -> tuple[int, int]:
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def optional(onto: np.ndarray | None, like: np.ndarray) -> tuple[np.ndarray, bool]:

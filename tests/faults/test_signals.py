@@ -156,10 +156,13 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_signal_during_set_up_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [INT, TERM, signal.SIGUSR1], ids=str)
+def test_a_signal_during_set_up_ends_the_job(tmp_path: Path, number: int) -> None:
     slow = "mpipar.engine.engine:Engine.__init__:*:slow:1"
     with endless(tmp_path, MPIPAR_TEST_FAULT=slow) as run:
         run.wait_for_fault()
-        send(run, TERM, "rank 1")
+        send(run, number, "rank 1")
         job = run.end(20)
     assert job.status not in (0, 3) and not job.late and job.left == [], job.output
+    assert "[rank 1 of 2" in job.output and "interrupted" in job.output
+    assert "Traceback" not in job.output

@@ -11,27 +11,12 @@ of the core where neither factor is transposed. So tiles are small, and each hea
 
 import math
 
+from mpipar.ops.kernels.blocks import turn
 from mpipar.ops.kernels.compile import kernel, part
 from mpipar.ops.kernels.intrinsics import exp, gemm, larger, narrow, real, widen
 
 QUERY_TILE = 32
 KEY_TILE = 224
-# Keys are read 16 rows at a time when they are turned: a cache line of each.
-TURN = 16
-
-
-@part
-def _turn(x, out):
-    """out = xᵀ.   x (n, h), out (n·h,)"""
-    n, h = x.shape
-    whole = n // TURN * TURN
-    for first in range(0, whole, TURN):
-        for i in range(h):
-            for j in range(TURN):
-                out[i * n + first + j] = x[first + j, i]
-    for i in range(h):
-        for j in range(whole, n):
-            out[i * n + j] = x[j, i]
 
 
 @part
@@ -89,7 +74,7 @@ def attention(product, q, k, v, o, lse, scale, offset, scores, sums, turned, lo,
         # A few queries, as in generation, do not pay for turning the keys.
         turns = s >= QUERY_TILE
         if turns and head % shared == 0:
-            _turn(k[b, :, g], turned)
+            turn(k[b, :, g], turned, k.shape[1])
         for first in range(0, s, QUERY_TILE):
             rows = min(QUERY_TILE, s - first)
             keys = offset + first + rows
@@ -170,8 +155,8 @@ def attention_back(
         b, head = task // (groups * shared), task % (groups * shared)
         g = head // shared
         if head % shared == 0:
-            _turn(k[b, :, g], turned[0])
-            _turn(v[b, :, g], turned[1])
+            turn(k[b, :, g], turned[0], k.shape[1])
+            turn(v[b, :, g], turned[1], v.shape[1])
         for first in range(last, -1, -QUERY_TILE):
             rows = min(QUERY_TILE, s - first)
             qs, dos = q[b, first:, head].ctypes.data, do[b, first:, head].ctypes.data

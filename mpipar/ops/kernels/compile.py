@@ -26,14 +26,18 @@ _DECLARED: list[tuple[Any, str]] = []
 _LOADED: set[tuple[np.dtype, np.dtype]] = set()
 
 
-def kernel(signature: str) -> Callable[[Callable], Any]:
-    """Declares a kernel; `load` compiles it. It runs without the interpreter lock."""
+def kernel(signature: str, *, when: bool = True) -> Callable[[Callable], Any]:
+    """Declares a kernel; `load` compiles it. It runs without the interpreter lock.
+
+    when   False where this CPU cannot run it
+    """
 
     def declare(function: Callable) -> Any:
         compiled = numba.njit(
             cache=True, nogil=True, fastmath=_FAST_MATH, error_model="numpy"
         )(function)
-        _DECLARED.append((compiled, signature))
+        if when:
+            _DECLARED.append((compiled, signature))
         return compiled
 
     return declare

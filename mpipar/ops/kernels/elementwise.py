@@ -11,14 +11,6 @@ from mpipar.ops.kernels.intrinsics import exp, narrow, real, widen
 
 
 @kernel("(T[:, ::1], T[:, ::1], T[::1], i8, i8)")
-def sum_rows(out, x, bias, lo, hi):
-    """out = x + bias"""
-    for i in range(lo, hi):
-        for j in range(out.shape[1]):
-            out[i, j] = x[i, j] + bias[j]
-
-
-@kernel("(T[:, ::1], T[:, ::1], T[::1], i8, i8)")
 def add_rows(out, x, bias, lo, hi):
     """out += x + bias"""
     for i in range(lo, hi):
