@@ -30,6 +30,8 @@ CHANGES = (
     "parallel.tensor=1",
     "parallel.data=0",
     "parallel.sequence=false",
+    "parallel.zero=0",
+    "parallel.zero_shard=0",
 )
 
 

@@ -8,7 +8,7 @@ disk and renamed, then `latest` is moved: a checkpoint that has its name is comp
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,25 @@ def save_weights(
     run: Path,
     step: int,
     recipe: str,
-    parameters: Sequence[Parameter],
+    units: Iterable[Sequence[Parameter]],
     grid: Any,
     ops: Ops,
 ) -> Path:
     """Saves all weights as they are after `step` updates; returns the folder.
 
     recipe   the resolved recipe's text, stored with the weights
+    units    groups of parameters, whose values are there while they are iterated over
     Raises   CheckpointError on all ranks together where rank 0 cannot write
     """
     final = run / "checkpoints" / f"step_{step:08d}"
     writer = _Writer(final) if grid.world.rank == 0 else None
     if writer is not None:
         writer.open({"step": step, "recipe": recipe})
-    for name, array in global_arrays(parameters, lambda p: ops.to_host(p.data), grid):
-        if writer is not None:
-            writer.put(name, array)
+    for parameters in units:
+        arrays = global_arrays(parameters, lambda p: ops.to_host(p.data), grid)
+        for name, array in arrays:
+            if writer is not None:
+                writer.put(name, array)
     if writer is not None:
         writer.commit()
     raise_together(writer and writer.error, grid.world)

@@ -107,6 +107,20 @@ class Parallel(Section):
     data: Natural = Field(
         0, description="replicas of the model; 0 = what is left of the world"
     )
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
+        0,
+        description="what data ranks share instead of each holding it whole: "
+        "1 = optimizer state, 2 = also gradients, 3 = also weights",
+    )
+    zero_shard: Natural = Field(
+        0, description="data ranks that share one copy; 0 = all of them"
+    )
+    prefetch: Natural = Field(
+        1, description="with zero = 3: blocks that are fetched before they are needed"
+    )
+    unit: Positive = Field(
+        1, description="blocks whose state is moved together, in one message"
+    )
     order: Order = Field(AXES, description="axes of the rank grid, fastest first")
     bucket_mb: AboveZero = Field(
         25.0, description="MiB of gradients that are reduced in one message"

@@ -233,6 +233,25 @@ def _product_is_ranks(v: Values, ranks: int, tensor: int, data: int) -> str | No
     return rule + advice(options)
 
 
+# State sharding.
+
+
+@_rule("parallel.zero_shard", "parallel.zero")
+def _shard_of_zero(v: Values, shard: int, zero: int) -> str | None:
+    if shard == 0 or zero > 0:
+        return None
+    rule = f"{v.say('parallel.zero_shard')} needs parallel.zero of at least 1"
+    return rule + advice({"parallel.zero": [1, 2, 3], "parallel.zero_shard": [0]})
+
+
+@_rule("parallel.zero_shard", "parallel.data")
+def _shard_cuts_data(v: Values, shard: int, data: int) -> str | None:
+    if shard == 0 or data % shard == 0:
+        return None
+    rule = f"{v.say('parallel.zero_shard')} must divide {v.say('parallel.data')}"
+    return rule + advice({"parallel.zero_shard": neighbours(shard, divisors(data))})
+
+
 # The batch.
 
 

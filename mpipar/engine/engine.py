@@ -21,8 +21,7 @@ from mpipar.ops import Ops
 from mpipar.pipeline.executor import Executor
 from mpipar.pipeline.schedules import forward_only, single_stage
 from mpipar.zero.adamw import AdamW, Hyper
-from mpipar.zero.flat import FlatState
-from mpipar.zero.reduce import GradientReducer
+from mpipar.zero.state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -56,36 +55,51 @@ class Engine:
 
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
-        tp = grid.tp
         self.model = build_model(
-            recipe.model, ops=ops, tp=tp, sequence=recipe.parallel.sequence
+            recipe.model, ops=ops, tp=grid.tp, sequence=recipe.parallel.sequence
         )
-        self.flat = FlatState(list(self.model.unit_parameters()), ops, grid.grad)
-        self.flat.initialize(recipe.train.seed)
-        replicas = {"tp": tp}
-        if recipe.model.kv_heads < tp.size:
-            replicas["kv"] = grid.sub("tp", tp.size // recipe.model.kv_heads)
-        bucket = recipe.parallel.bucket_mb * 2**20
-        self.reducer = GradientReducer(self.flat, grid.grad, replicas, bucket)
+        self.model.join_blocks(recipe.parallel.unit)
+        self.state = self._make_state()
+        self.flat = self.state.flat
+        self.state.values.initialize(recipe.train.seed)
         o = recipe.optimizer
         hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
-        self.optimizer = AdamW(self.flat, hyper)
-        self.executor = Executor(self.model.units)
+        self.optimizer = AdamW(self.state.pieces(), ops, hyper)
+        self.executor = Executor(self.model.units, self.state)
         self.number = 0
+
+    def _make_state(self) -> TrainingState:
+        parallel, grid = self.recipe.parallel, self.grid
+        kv_heads, tp = self.recipe.model.kv_heads, grid.tp
+        partials = {"tp": tp}
+        if kv_heads < tp.size:
+            partials["kv"] = grid.sub("tp", tp.size // kv_heads)
+        ranks = parallel.zero_shard or grid.grad.size
+        whole = ranks == grid.grad.size
+        return TrainingState(
+            self.model,
+            self.ops,
+            stage=parallel.zero,
+            grad=grid.grad,
+            shard=grid.grad if whole else grid.sub("grad", ranks),
+            replicas=grid.across("grad", ranks),
+            partials=partials,
+            prefetch=parallel.prefetch,
+            bucket_bytes=parallel.bucket_mb * 2**20,
+        )
 
     def gradients(self, batches: Sequence[Batch], valid: int) -> float:
         """Fills the flat gradient with the sum over all axes; this rank's loss sum.
 
         batches  micro-batches of this data rank;  valid  labels of the whole step
         """
-        self.flat.grad[...] = 0.0
+        self.state.gradients.begin()
         losses = self.executor.run(
             single_stage(len(batches)),
             [self._tokens(b) for b in batches],
             [self._step(b, valid, training=True) for b in batches],
-            unit_done=self.reducer.unit_done,
         )
-        self.reducer.finish()
+        self.state.gradients.finish()
         return sum(losses)
 
     def step(
@@ -96,6 +110,8 @@ class Engine:
         norm, loss, stops = self._agree(loss, stop)
         lr = learning_rate(self.recipe, self.number)
         updated = self.optimizer.update(lr, norm)
+        if updated:
+            self.state.values.changed()
         self.number += 1
         return StepResult(float(loss / max(valid, 1)), norm, lr, updated, stops)
 
@@ -118,8 +134,8 @@ class Engine:
 
     def _agree(self, loss: float, stop: bool) -> tuple[float, float, int]:
         """Global gradient norm, loss sum and stop votes, in one message."""
-        axis = self.grid.grad
-        square = self.optimizer.square_norm(axis.rank, axis.size)
+        copies = self.state.replicas
+        square = self.optimizer.square_norm(copies.rank, copies.size)
         values = np.array([square, self._counted(loss), float(stop)])
         square, loss, stops = self.grid.world.all_reduce(values).tolist()
         return square**0.5, loss, int(stops)

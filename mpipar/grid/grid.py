@@ -52,7 +52,7 @@ class Grid(SerialGrid):
         self._transport = transport or Host()
         self._log = CallLog()
         self._made: list[Communicator] = []
-        self._subs: dict[tuple[str, int], Communicator | NullCommunicator] = {}
+        self._subs: dict[str, Communicator | NullCommunicator] = {}
         self._watchdog: Watchdog | None = None
         self._bell: Bell | None = None
 
@@ -82,19 +82,16 @@ class Grid(SerialGrid):
         asked for, named "axis/ranks", and freed by ``close``. Raises ConfigError on all
         ranks unless ``ranks`` divides the axis.
         """
-        peers = self._peers(axis, self.rank)
-        if ranks < 1 or len(peers) % ranks:
-            error = ConfigError(
-                [f"blocks of {ranks} ranks do not divide axis {axis} of {len(peers)}"],
-                title="the grid",
-            )
-            error.agreed = True
-            raise error
-        if (axis, ranks) not in self._subs:
-            start = peers.index(self.rank) // ranks * ranks
-            block = peers[start : start + ranks]
-            self._subs[axis, ranks] = self._cut(f"{axis}/{ranks}", block)
-        return self._subs[axis, ranks]
+        block, _ = self._blocks(axis, ranks)
+        return self._sub(f"{axis}/{ranks}", block)
+
+    def across(self, axis: str, ranks: int) -> Communicator | NullCommunicator:
+        """Return the communicator of the ranks with the same place in each block.
+
+        Blocks are those of `sub`; named "axis:ranks", otherwise the same.
+        """
+        _, across = self._blocks(axis, ranks)
+        return self._sub(f"{axis}:{ranks}", across)
 
     def crosses_nodes(self, axis: str) -> bool:
         """True if some group of ``axis`` has ranks on more than one node."""
@@ -129,6 +126,24 @@ class Grid(SerialGrid):
         # After an error that other ranks do not share, nobody may come to free anything
         if error is None or getattr(error, "agreed", False):
             self.close()
+
+    def _blocks(self, axis: str, ranks: int) -> tuple[list[int], list[int]]:
+        """Peers in the own block of an axis, and at the own place of all blocks."""
+        peers = self._peers(axis, self.rank)
+        if ranks < 1 or len(peers) % ranks:
+            error = ConfigError(
+                [f"blocks of {ranks} ranks do not divide axis {axis} of {len(peers)}"],
+                title="the grid",
+            )
+            error.agreed = True
+            raise error
+        block, place = divmod(peers.index(self.rank), ranks)
+        return peers[block * ranks : (block + 1) * ranks], peers[place::ranks]
+
+    def _sub(self, name: str, peers: list[int]) -> Communicator | NullCommunicator:
+        if name not in self._subs:
+            self._subs[name] = self._cut(name, peers)
+        return self._subs[name]
 
     def _peers(self, name: str, rank: int) -> list[int]:
         axes = _JOINED.get(name, (name,))

@@ -44,6 +44,10 @@ class SerialGrid:
         """Return the communicator of blocks of ``ranks`` neighbours on ``axis``."""
         return NullCommunicator(f"{axis}/{ranks}")
 
+    def across(self, axis: str, ranks: int) -> "Communicator | NullCommunicator":
+        """Return the communicator of the ranks with the same place in each block."""
+        return NullCommunicator(f"{axis}:{ranks}")
+
     def crosses_nodes(self, axis: str) -> bool:
         """True if some group of ``axis`` has ranks on more than one node."""
         return False

@@ -4,13 +4,29 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mpipar.layers.base import Layer, Step
+from mpipar.layers.base import Chain, Layer, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.embedding import Embedding
 from mpipar.layers.head import Head
 from mpipar.layers.parameter import Parameter
 
 Array = Any
+
+
+class UnitHooks:
+    """Whoever must know when units run: all do nothing here."""
+
+    def forward_begins(self, index: int) -> None:
+        """Unit `index` is about to run forward."""
+
+    def forward_ended(self, index: int) -> None:
+        """Unit `index` has run forward."""
+
+    def backward_begins(self, index: int) -> None:
+        """Unit `index` is about to run backward."""
+
+    def backward_ended(self, index: int, *, last: bool) -> None:
+        """Unit `index` has run backward; `last` in the step's last micro-batch."""
 
 
 class Model:
@@ -21,7 +37,14 @@ class Model:
 
     def __init__(self, embedding: Embedding, blocks: list[Layer], head: Head) -> None:
         self.embedding, self.blocks, self.head = embedding, blocks, head
-        self.units: list[Layer] = [embedding, *blocks, head]
+        self.units: list[Layer] = []
+        self.join_blocks(1)
+
+    def join_blocks(self, count: int) -> None:
+        """Makes so many neighbouring blocks one unit; the last one may have fewer."""
+        rows = [self.blocks[i : i + count] for i in range(0, len(self.blocks), count)]
+        joined = [row[0] if len(row) == 1 else Chain(row) for row in rows]
+        self.units = [self.embedding, *joined, self.head]
 
     def unit_parameters(self) -> Iterator[list[Parameter]]:
         """Each unit's parameters; a tied weight belongs to the first that has it."""

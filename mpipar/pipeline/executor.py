@@ -1,10 +1,11 @@
 """Runs a schedule on the units of this stage and owns everything in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpipar.errors import ShapeError
 from mpipar.layers.base import Layer, Step, nbytes
+from mpipar.layers.model import UnitHooks
 from mpipar.pipeline.schedules import Action
 
 Array = Any
@@ -13,12 +14,13 @@ Array = Any
 class Executor:
     """Runs schedules over a row of units, the last of which returns the loss.
 
+    hooks        told before and after every run of a unit
     peak_bytes   most bytes that forward passes had saved during the last run; what a
                  backward pass holds meanwhile is not counted
     """
 
-    def __init__(self, units: Sequence[Layer]) -> None:
-        self.units = list(units)
+    def __init__(self, units: Sequence[Layer], hooks: UnitHooks) -> None:
+        self.units, self.hooks = list(units), hooks
         self.peak_bytes = 0
         self._saved: dict[int, list] = {}
 
@@ -27,14 +29,11 @@ class Executor:
         actions: Sequence[Action],
         inputs: Sequence[Array],
         steps: Sequence[Step],
-        *,
-        unit_done: Callable[[int], None] | None = None,
     ) -> list[float]:
         """Loss of each micro-batch, summed over its tokens.
 
         actions    what to do, in order
         inputs     token ids (b, s) of each micro-batch
-        unit_done  called with a unit's index when its gradients are final
         """
         self.peak_bytes = 0
         losses = [0.0] * len(inputs)
@@ -46,7 +45,7 @@ class Executor:
                     inputs[number], steps[number], number, keep
                 )
             else:
-                self._backward(number, unit_done if number == last else None)
+                self._backward(number, last=number == last)
         if self._saved:
             raise ShapeError(
                 f"schedule left micro-batches {sorted(self._saved)} in flight"
@@ -55,8 +54,10 @@ class Executor:
 
     def _forward(self, x: Array, step: Step, number: int, keep: bool) -> float:
         saved = []
-        for unit in self.units:
+        for index, unit in enumerate(self.units):
+            self.hooks.forward_begins(index)
             x, kept = unit.forward(x, step)
+            self.hooks.forward_ended(index)
             if keep:
                 saved.append(kept)
         if keep:
@@ -64,10 +65,10 @@ class Executor:
             self.peak_bytes = max(self.peak_bytes, nbytes(*self._saved.values()))
         return x
 
-    def _backward(self, number: int, unit_done: Callable[[int], None] | None) -> None:
+    def _backward(self, number: int, *, last: bool) -> None:
         saved = self._saved.pop(number)
         dy = None
         for index in range(len(self.units) - 1, -1, -1):
+            self.hooks.backward_begins(index)
             dy = self.units[index].backward(dy, saved.pop())
-            if unit_done is not None:
-                unit_done(index)
+            self.hooks.backward_ended(index, last=last)

@@ -75,11 +75,13 @@ class Metrics:
 
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes of the arrays this rank holds, and the peak of its resident memory."""
-    flat, optimizer = engine.flat, engine.optimizer
+    values, gradients = engine.state.values, engine.state.gradients
+    optimizer = engine.optimizer
     return {
-        "params": flat.value_bytes,
-        "grads": flat.grad.nbytes,
+        "params": values.nbytes,
+        "grads": gradients.nbytes,
         "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
+        "unit_buffers": values.buffer_bytes + gradients.buffer_bytes,
         "activations_peak": engine.executor.peak_bytes,
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -122,7 +122,7 @@ class _Run:
             self.out,
             number,
             to_toml(self.recipe),
-            self.engine.flat.parameters,
+            self.engine.state.whole_units("values"),
             self.engine.grid,
             self.engine.ops,
         )

@@ -112,6 +112,8 @@ def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
         "parallel.tensor": 1,
         "parallel.data": 1,
         "parallel.sequence": False,
+        "parallel.zero": 0,
+        "parallel.zero_shard": 0,
     }
     recipe = resolve(replace(recipe, alone), 1)
     whole = Sampler(
@@ -152,7 +154,10 @@ def _compare_tensors(
     def select(p: Parameter) -> np.ndarray:
         return layout.ops.to_host(p.grad if kind == "gradients" else p.data)
 
-    gathered = dict(global_arrays(layout.flat.parameters, select, layout.grid))
+    gathered = {}
+    shown = "gradients" if kind == "gradients" else "values"
+    for parameters in layout.state.whole_units(shown):
+        gathered |= global_arrays(parameters, select, layout.grid)
     if serial is None:
         return
     exact = {p.name: select(p) for p in serial[0].flat.parameters}

@@ -1,10 +1,12 @@
-"""AdamW over the flat buffers, with clipping by the true global norm."""
+"""AdamW over flat pieces, with clipping by the true global norm."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpipar.zero.flat import FlatState
+from mpipar.ops import Ops
+from mpipar.zero.flat import Piece
 
 Array = Any
 CLIP_EPS = 1e-6
@@ -22,28 +24,31 @@ class Hyper:
 
 
 class AdamW:
-    """First and second moments for every element; matrices decay, other arrays do not.
+    """First and second moments of this rank's pieces; matrices decay, others do not.
 
+    m, v    (Σ sizes of the pieces,)
     count   updates made so far; a skipped step does not count
     """
 
-    def __init__(self, flat: FlatState, hyper: Hyper) -> None:
-        self.flat, self.hyper, self.count = flat, hyper, 0
-        self.m = flat.ops.zeros((flat.size,))
-        self.v = flat.ops.zeros((flat.size,))
+    def __init__(self, pieces: Sequence[Piece], ops: Ops, hyper: Hyper) -> None:
+        self.pieces, self.ops, self.hyper, self.count = list(pieces), ops, hyper, 0
+        size = sum(piece.end - piece.begin for piece in pieces)
+        self.m, self.v = ops.zeros((size,)), ops.zeros((size,))
 
     def square_norm(self, part: int, parts: int) -> float:
         """This rank's share of Σ g² over unique elements.
 
-        Ranks of the data axis hold equal gradients: each counts its own part of them.
-        Elements that another tp rank owns are left out.
+        `parts` ranks hold the same pieces: each counts its own part of them. Padding
+        and elements that another tp rank owns are left out.
         """
-        lo, hi = (self.flat.size * i // parts for i in (part, part + 1))
         total = 0.0
-        for owner, start, stop in self.flat.ranges(lambda p: p.owner):
-            start, stop = max(lo, start), min(hi, stop)
-            if owner and start < stop:
-                total += self.flat.ops.square_sum(self.flat.grad[start:stop])
+        for piece in self.pieces:
+            size = piece.end - piece.begin
+            lo, hi = (piece.begin + size * i // parts for i in (part, part + 1))
+            for owner, start, stop in piece.unit.runs(lambda p: p.owner, lo, hi):
+                if owner:
+                    grad = piece.grad[start - piece.begin : stop - piece.begin]
+                    total += self.ops.square_sum(grad)
         return total
 
     def clip_factor(self, norm: float) -> float:
@@ -58,12 +63,9 @@ class AdamW:
             return False
         self.count += 1
         h = self.hyper
-        for decays, lo, hi in self.flat.ranges(lambda p: p.decays):
-            self.flat.ops.adamw(
-                self.flat.data[lo:hi],
-                self.flat.grad[lo:hi],
-                self.m[lo:hi],
-                self.v[lo:hi],
+        for decays, arrays in self._runs():
+            self.ops.adamw(
+                *arrays,
                 lr=lr,
                 beta1=h.beta1,
                 beta2=h.beta2,
@@ -72,5 +74,18 @@ class AdamW:
                 step=self.count,
                 scale=self.clip_factor(norm),
             )
-        self.flat.refresh()
         return True
+
+    def _runs(self) -> Iterator[tuple[bool, list[Array]]]:
+        """Values, gradients and moments of neighbours that all decay, or all do not."""
+        base = 0
+        for piece in self.pieces:
+            runs = piece.unit.runs(lambda p: p.decays, piece.begin, piece.end)
+            for decays, lo, hi in runs:
+                own = slice(lo - piece.begin, hi - piece.begin)
+                kept = slice(base + own.start, base + own.stop)
+                yield (
+                    decays,
+                    [piece.data[own], piece.grad[own], self.m[kept], self.v[kept]],
+                )
+            base += piece.end - piece.begin

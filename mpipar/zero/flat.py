@@ -1,24 +1,99 @@
-"""All parameters of a rank in one flat buffer, and their gradients in another."""
+"""All parameters of a rank in one index space, unit after unit, and their arrays."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
 
 Array = Any
-Range = tuple[int, int]
+Run = tuple[Any, int, int]
+
+
+class Unit:
+    """The parameters of one unit, one after another, then padding.
+
+    begin   where it lies in the index space of the model;  size  with its padding, a
+            multiple of what it is cut into;  filled  without
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], begin: int, multiple: int
+    ) -> None:
+        self.parameters, self.begin = list(parameters), begin
+        self.filled = sum(p.size for p in parameters)
+        self.size = -(-self.filled // multiple) * multiple
+
+    @property
+    def stretch(self) -> slice:
+        """Where it lies in arrays of the whole model."""
+        return slice(self.begin, self.begin + self.size)
+
+    def bind_values(self, data: Array, operand: Array) -> None:
+        """Makes its parameters views of (size,) arrays; None takes the arrays away."""
+        for p, lo, hi in self.places():
+            p.data = None if data is None else data[lo:hi].reshape(p.local_shape)
+            p.operand = (
+                None if operand is None else operand[lo:hi].reshape(p.local_shape)
+            )
+
+    def bind_gradients(self, grad: Array) -> None:
+        """Makes their gradients views of a (size,) array; None takes it away."""
+        for p, lo, hi in self.places():
+            p.grad = None if grad is None else grad[lo:hi].reshape(p.local_shape)
+
+    def places(self) -> Iterator[tuple[Parameter, int, int]]:
+        """Each parameter and where it lies in the unit."""
+        lo = 0
+        for p in self.parameters:
+            yield p, lo, lo + p.size
+            lo += p.size
+
+    def runs(
+        self, key: Callable[[Parameter], Any], begin: int, end: int
+    ) -> Iterator[Run]:
+        """Longest runs of neighbours with the same key in begin .. end of the unit.
+
+        Padding is in none of them.
+        """
+        lo = hi = 0
+        current: Any = None
+        for p, start, stop in [*self.places(), (None, self.filled, self.filled)]:
+            value = None if p is None else key(p)
+            if p is None or value != current:
+                if max(lo, begin) < min(hi, end):
+                    yield current, max(lo, begin), min(hi, end)
+                lo, current = start, value
+            hi = stop
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A stretch of a unit that this rank's optimizer updates.
+
+    begin, end   in the unit;  data, grad  (end − begin,)
+    """
+
+    unit: Unit
+    begin: int
+    end: int
+    data: Array
+    grad: Array
 
 
 class FlatState:
     """One buffer for values and one for gradients; parameters are views of them.
 
-    data, grad   (size,) in the compute type
+    data, grad   (size,) in the compute type; None where no rank holds them whole
     operand      (size,) the values as matrix products read them: `data` itself, or its
                  16-bit copy, made by `refresh` after every change of the values
-    units        the range of each unit, in the order of the forward pass
-    axis         communicator of the ranks over which gradients are summed; in host
-                 memory they share the gradient buffer, so all of them make it together
+    units        in the order of the forward pass
+
+    axis         ranks whose buffers are reduced or gathered together: in host memory
+                 they share them, so all of them make it together
+    multiple     that every unit is padded to
+    values, gradients   False where they are not held whole
     """
 
     def __init__(
@@ -26,36 +101,49 @@ class FlatState:
         units: Sequence[Sequence[Parameter]],
         ops: Ops,
         axis: Any = None,
+        *,
+        multiple: int = 1,
+        values: bool = True,
+        gradients: bool = True,
     ) -> None:
-        self.ops = ops
+        self.ops, self.axis = ops, axis
         self.parameters: list[Parameter] = [p for unit in units for p in unit]
-        self.units: list[Range] = []
-        self._start: dict[int, int] = {}
+        self.units: list[Unit] = []
         self.size = 0
-        for unit in units:
-            begin = self.size
-            for p in unit:
-                self._start[id(p)] = self.size
-                self.size += p.size
-            self.units.append((begin, self.size))
-        self.data, self.grad = ops.zeros((self.size,)), self._zero_gradient(axis)
-        self.operand = ops.operand(self.data)
-        for p in self.parameters:
-            lo, hi = self.range_of(p)
-            p.data = self.data[lo:hi].reshape(p.local_shape)
-            p.grad = self.grad[lo:hi].reshape(p.local_shape)
-            p.operand = self.operand[lo:hi].reshape(p.local_shape)
+        for parameters in units:
+            self.units.append(Unit(parameters, self.size, multiple))
+            self.size += self.units[-1].size
+        self.data = self.operand = self.grad = None
+        if values:
+            # Padded, it is gathered; else nobody else reads it.
+            self.data = self.zeros(self.size, shared=multiple > 1)
+            self.operand = ops.operand(self.data)
+        if gradients:
+            self.grad = self.zeros(self.size, shared=True)
+        for unit in self.units:
+            if values:
+                unit.bind_values(self.data[unit.stretch], self.operand[unit.stretch])
+            if gradients:
+                unit.bind_gradients(self.grad[unit.stretch])
 
-    def _zero_gradient(self, axis: Any) -> Array:
-        if axis is None or not self.ops.on_host:
-            return self.ops.zeros((self.size,))
-        return axis.shared_zeros(self.size, self.ops.dtype)
+    def zeros(self, size: int, *, shared: bool) -> Array:
+        """(size,) zeros; where `shared`, the ranks of the axis reach each other's."""
+        if not shared or self.axis is None or not self.ops.on_host:
+            return self.ops.zeros((size,))
+        return self.axis.shared_zeros(size, self.ops.dtype)
 
     def initialize(self, seed: int) -> None:
         """Starting values of every parameter."""
         for p in self.parameters:
             p.initialize(self.ops, seed)
         self.refresh()
+
+    def pieces(self) -> list[Piece]:
+        """Every unit as a whole."""
+        return [
+            Piece(u, 0, u.size, self.data[u.stretch], self.grad[u.stretch])
+            for u in self.units
+        ]
 
     @property
     def value_bytes(self) -> int:
@@ -67,21 +155,3 @@ class FlatState:
         """Brings `operand` up to date with `data`."""
         if self.operand is not self.data:
             self.ops.operand(self.data, out=self.operand)
-
-    def range_of(self, p: Parameter) -> Range:
-        """Where a parameter lies in the flat buffers."""
-        start = self._start[id(p)]
-        return start, start + p.size
-
-    def ranges(self, key: Any) -> Iterator[tuple[Any, int, int]]:
-        """Longest runs of neighbouring parameters with the same key(parameter)."""
-        lo = hi = 0
-        current: Any = None
-        for p in self.parameters:
-            if key(p) != current and hi > lo:
-                yield current, lo, hi
-                lo = hi
-            current = key(p)
-            hi += p.size
-        if hi > lo:
-            yield current, lo, hi

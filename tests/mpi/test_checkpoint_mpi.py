@@ -67,7 +67,7 @@ def save(comm: Any, folder: Path, family: str, tensor: int) -> Path:
     recipe = read(family)
     with Grid(comm, {"tp": tensor, "dp": comm.size // tensor}) as grid:
         _, flat = make(recipe, grid)
-        return save_weights(folder, 3, to_toml(recipe), flat.parameters, grid, OPS)
+        return save_weights(folder, 3, to_toml(recipe), [flat.parameters], grid, OPS)
 
 
 def check_whole(file: Path, family: str) -> None:
@@ -209,6 +209,6 @@ def test_a_checkpoint_keeps_the_recipe_of_its_run(comm: Any, folder: Path) -> No
     text = to_toml(recipe)
     with Grid(comm, {"tp": 2}) as grid:
         _, flat = make(recipe, grid)
-        saved = save_weights(folder, 3, text, flat.parameters, grid, OPS)
+        saved = save_weights(folder, 3, text, [flat.parameters], grid, OPS)
     with h5py.File(saved / "model.h5") as h5:
         assert h5.attrs["recipe"] == text

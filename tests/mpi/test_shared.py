@@ -15,7 +15,7 @@ from mpipar.errors import ShapeError
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
 from mpipar.zero.flat import FlatState
-from mpipar.zero.reduce import GradientReducer
+from mpipar.zero.gradients import BucketedGradients, Partials
 
 SIZES = [5, 1000, 70001]
 
@@ -247,12 +247,12 @@ def test_gradients_lie_in_shared_memory_and_are_reduced_there(axis):
     units = [[Parameter(f"p{i}", (50, 3), box, "zeros")] for i in range(4)]
     flat = FlatState(units, Ops(), axis)
     assert shared.segment_of(flat.grad, axis.mpi) is not None
-    reducer = GradientReducer(flat, axis, {}, bucket_bytes=2000)
+    sums = BucketedGradients(flat, axis, Partials({}, np), bucket_bytes=2000)
     for step in range(3):
         flat.grad[...] = 0
         for index in (3, 2, 1, 0):
             units[index][0].grad += (axis.rank + 1) * (index + step)
-            reducer.unit_done(index)
-        reducer.finish()
+            sums.done(index, last=True)
+        sums.finish()
         for index in range(4):
             assert np.all(units[index][0].grad == 3 * (index + step))

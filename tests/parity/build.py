@@ -62,6 +62,9 @@ def serial_recipe(recipe: Recipe) -> Recipe:
         "parallel.sequence": False,
         "parallel.order": ("tp", "cp", "dp", "pp"),
         "parallel.bucket_mb": 25.0,
+        "parallel.zero": 0,
+        "parallel.zero_shard": 0,
+        "parallel.unit": 1,
         "train.micro_batch": recipe.train.global_batch,
     }
     return resolve(replace(recipe, alone), 1)
@@ -120,9 +123,10 @@ def scatter(engine: Engine) -> None:
 
     The moves depend on the name and the global index alone.
     """
-    for p in engine.flat.parameters:
-        rng = np.random.default_rng(zlib.crc32(p.name.encode()))
-        p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
+    for parameters in engine.state.whole_units("values"):
+        for p in parameters:
+            rng = np.random.default_rng(zlib.crc32(p.name.encode()))
+            p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
 
 
 def region(p: Parameter) -> tuple[slice, ...]:
@@ -222,12 +226,12 @@ def compare(
         plant(engine)
         for step in range(steps):
             result = take_step(engine, make_batch(recipe, step))
-            found = box_errors(engine, "grad", exact.gradients[step], exact.idle)
+            found = box_errors(engine, "gradients", exact.gradients[step], exact.idle)
             errors.gradients = _largest([errors.gradients, found])
             errors.loss = worse(errors.loss, off(result.loss, exact.losses[step]))
             norm = off(result.grad_norm, exact.norms[step])
             errors.grad_norm = worse(errors.grad_norm, norm)
-        errors.weights = box_errors(engine, "data", exact.weights, exact.idle)
+        errors.weights = box_errors(engine, "values", exact.weights, exact.idle)
     return agree(errors, comm)
 
 
@@ -243,7 +247,7 @@ def agree(errors: Errors, comm: Any) -> Errors:
 
 
 def box_errors(
-    engine: Engine, field: str, exact: dict[str, np.ndarray], idle: set[str]
+    engine: Engine, kind: str, exact: dict[str, np.ndarray], idle: set[str]
 ) -> dict[str, float]:
     """‖own box − its part of the exact array‖ / ‖exact array‖, for every parameter.
 
@@ -251,14 +255,16 @@ def box_errors(
     its layer. In fp32 Adam blows that rounding up to whole updates: left out.
     """
     found = {}
-    for p in engine.flat.parameters:
-        scale = np.linalg.norm(exact[p.name])
-        if p.name in idle:
-            if field == "data" and p.data.dtype == np.float32:
-                continue
-            scale = layer_norm(p.name, exact)
-        difference = np.linalg.norm(getattr(p, field) - exact[p.name][region(p)])
-        found[p.name] = float(difference / scale if scale else difference)
+    for parameters in engine.state.whole_units(kind):
+        for p in parameters:
+            own = p.data if kind == "values" else p.grad
+            scale = np.linalg.norm(exact[p.name])
+            if p.name in idle:
+                if kind == "values" and own.dtype == np.float32:
+                    continue
+                scale = layer_norm(p.name, exact)
+            difference = np.linalg.norm(own - exact[p.name][region(p)])
+            found[p.name] = float(difference / scale if scale else difference)
     return found
 
 

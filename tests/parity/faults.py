@@ -16,7 +16,7 @@ from mpipar.layers.stream import Stream
 from mpipar.layers.tensor.one_d import RowLinear
 from mpipar.zero.adamw import AdamW
 from mpipar.zero.flat import FlatState
-from mpipar.zero.reduce import GradientReducer
+from mpipar.zero.gradients import BucketedGradients, Partials
 
 
 def drop_forward_sum(patch: pytest.MonkeyPatch) -> None:
@@ -40,18 +40,18 @@ def drop_backward_sum(patch: pytest.MonkeyPatch) -> None:
 
 def skip_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients that are summands over tp or kv are not summed."""
-    patch.setattr(GradientReducer, "_sum_replicas", lambda self, axis, comm: None)
+    patch.setattr(Partials, "sum", lambda self, parameters: None)
 
 
 def average_over_data(patch: pytest.MonkeyPatch) -> None:
     """Gradients are means over dp."""
-    finish = GradientReducer.finish
+    finish = BucketedGradients.finish
 
-    def mean(self: GradientReducer) -> None:
+    def mean(self: BucketedGradients) -> None:
         finish(self)
         self.flat.grad /= self.axis.size
 
-    patch.setattr(GradientReducer, "finish", mean)
+    patch.setattr(BucketedGradients, "finish", mean)
 
 
 def add_bias_on_every_rank(patch: pytest.MonkeyPatch) -> None:
@@ -70,8 +70,8 @@ def count_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """Every tp rank counts the replicated tensors in the norm."""
     bind = FlatState.__init__
 
-    def own_all(self: FlatState, *args: Any) -> None:
-        bind(self, *args)
+    def own_all(self: FlatState, *args: Any, **options: Any) -> None:
+        bind(self, *args, **options)
         for p in self.parameters:
             p.owner = True
 

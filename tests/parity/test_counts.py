@@ -199,6 +199,7 @@ def test_memory_is_what_the_formulas_say(comm, tp, dp, sequence):
         "params": 4 * items,
         "grads": 4 * items,
         "optimizer": 2 * 4 * items,
+        "unit_buffers": 0,
         "activations_peak": engine.executor.peak_bytes,
     }
 

@@ -147,7 +147,7 @@ def test_saved_weights_have_the_true_sizes_and_load_on_one_rank(comm, tmp_path, 
     recipe = make_recipe(tp, f"parallel.tensor={tp}", f"model.kv_heads={kv}")
     serial = serial_engine(recipe)
     with layout_engine(recipe, comm) as engine:
-        state = engine.flat.parameters, engine.grid, engine.ops
+        state = [engine.flat.parameters], engine.grid, engine.ops
         save_weights(folder, 0, to_toml(recipe), *state)
     file = find_checkpoint(folder)
     with h5py.File(file, "r", locking=False) as h5:

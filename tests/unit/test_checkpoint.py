@@ -33,7 +33,7 @@ def make_parameters(seed: int = 0) -> list[Parameter]:
 
 def save(run: Path, step: int, seed: int = 0) -> Path:
     recipe = f"recipe of step {step}"
-    return save_weights(run, step, recipe, make_parameters(seed), serial_grid(), OPS)
+    return save_weights(run, step, recipe, [make_parameters(seed)], serial_grid(), OPS)
 
 
 def load(file: Path) -> list[np.ndarray]:

@@ -310,7 +310,10 @@ def recipes(draw) -> Recipe:
     model |= {"vocab": draw(st.integers(256, 10**6))}
     model |= {"activation": "gelu_tanh"} if model["family"] == "llama" else {}
     model |= {"rope_theta": 10000.0} if model["family"] == "gpt" else {}
+    shard = draw(st.sampled_from([n for n in range(1, data + 1) if data % n == 0]))
+    sharded = tables["parallel"]["zero"] > 0
     tables["parallel"] |= {"tensor": tensor, "data": data}
+    tables["parallel"] |= {"zero_shard": shard if sharded else 0}
     train["micro_batch"] = draw(st.integers(1, 5))
     train["global_batch"] = data * train["micro_batch"] * draw(st.integers(1, 5))
     train["eval_every"] = 0 if not tables["data"]["validation"] else 7

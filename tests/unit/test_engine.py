@@ -21,6 +21,7 @@ from mpipar.engine import Engine
 from mpipar.engine.schedule import learning_rate
 from mpipar.errors import ShapeError
 from mpipar.grid import serial_grid
+from mpipar.layers.model import UnitHooks
 from mpipar.models import build_model
 from mpipar.ops import make_ops
 from mpipar.pipeline.executor import Executor
@@ -278,7 +279,7 @@ def test_a_step_leaves_nothing_in_flight(family):
 def run_actions(actions: list[Action]) -> list[float]:
     engine = serial_engine(make_recipe(1))
     parts = cut_batch(make_batch(engine.recipe, 0), 12)
-    return Executor(engine.model.units).run(
+    return Executor(engine.model.units, UnitHooks()).run(
         actions,
         [part.tokens for part in parts],
         [engine._step(part, 1, training=True) for part in parts],

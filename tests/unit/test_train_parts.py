@@ -132,7 +132,10 @@ def fake_engine() -> SimpleNamespace:
         grid=serial_grid(),
         number=0,
         step_flops=lambda: 1000,
-        flat=SimpleNamespace(value_bytes=80, grad=array),
+        state=SimpleNamespace(
+            values=SimpleNamespace(nbytes=80, buffer_bytes=5),
+            gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
+        ),
         optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )

@@ -1,0 +1,283 @@
+"""Gradient sums over the ranks that hold the same parameters, during backward.
+
+Backward finishes units from the last to the first. Parameters that are whole on ranks
+of a tensor-parallel group have summands there; these are added up first.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpipar.layers.parameter import Parameter
+from mpipar.zero.flat import FlatState
+from mpipar.zero.values import cut
+
+Array = Any
+
+
+class Partials:
+    """Sums gradients that are summands over an axis, packed in one message.
+
+    axes   communicator of each axis that parameters name as `partial`
+    """
+
+    def __init__(self, axes: Mapping[str, Any], xp: Any) -> None:
+        self.axes, self.xp = axes, xp
+
+    def sum(self, parameters: Sequence[Parameter]) -> None:
+        """Replaces each gradient by its sum."""
+        for axis, comm in self.axes.items():
+            parts = [p.grad for p in parameters if p.partial == axis]
+            if not parts:
+                continue
+            packed = self.xp.concatenate([g.reshape(-1) for g in parts])
+            packed = comm.all_reduce(packed)
+            start = 0
+            for g in parts:
+                g[...] = packed[start : start + g.size].reshape(g.shape)
+                start += g.size
+
+
+class BucketedGradients:
+    """Stage 0: every rank holds all gradients and gets all sums.
+
+    The reduction of a bucket starts as soon as all of its gradients are final. A bucket
+    is the stretch of the flat gradient from the unit just finished to the last bucket
+    started; one of at least `bucket_bytes` is reduced by one message (Li et al. 2020,
+    3.2.3). Volume 2 (N−1)/N of the gradients a step.
+
+    axis   communicator of the data axis
+    """
+
+    def __init__(
+        self, flat: FlatState, axis: Any, partials: Partials, bucket_bytes: float
+    ) -> None:
+        self.flat, self.axis, self.partials = flat, axis, partials
+        self.bucket_bytes = bucket_bytes
+        self._handles: list[Any] = []
+        self._open = flat.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that stay on this rank."""
+        return self.flat.grad.nbytes
+
+    buffer_bytes = 0
+
+    def own(self, index: int) -> Array:
+        """What this rank's optimizer reads of a unit's gradients."""
+        return self.flat.grad[self.flat.units[index].stretch]
+
+    def begin(self) -> None:
+        """A step begins: nothing is summed yet."""
+        self.flat.grad[...] = 0.0
+
+    def need(self, index: int) -> None:
+        """Backward comes to unit `index`."""
+
+    def done(self, index: int, *, last: bool) -> None:
+        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        if not last:
+            return
+        for handle in self._handles:
+            handle.test()
+        lo = self.flat.units[index].begin
+        if (self._open - lo) * self.flat.grad.dtype.itemsize >= self.bucket_bytes:
+            self._start(lo)
+
+    def finish(self) -> None:
+        """Waits until every gradient is the sum over all of its axes."""
+        self._start(0)
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        self._open = self.flat.size
+        self.partials.sum(self.flat.parameters)
+
+    def _start(self, lo: int) -> None:
+        if lo < self._open:
+            part = self.flat.grad[lo : self._open]
+            self._handles.append(self.axis.all_reduce_start(part))
+            self._open = lo
+
+
+class ScatteredGradients:
+    """Stage 1: micro-batches add up on every rank; then each gets the sums it updates.
+
+    A reduce-scatter per unit, started when the last micro-batch's backward has passed
+    it, then an all-reduce among `replicas`, which update the same part. Volume (S−1)/S
+    of the gradients a step, and 2 (R−1)/R of a part.
+
+    Source   Rajbhandari et al. 2020 (ZeRO stage 1); Zhao et al. 2023 (hybrid sharding)
+    """
+
+    def __init__(
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
+    ) -> None:
+        self.flat, self.shard, self.replicas = flat, shard, replicas
+        self.partials = partials
+        self._handles: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that stay on this rank."""
+        return self.flat.grad.nbytes
+
+    buffer_bytes = 0
+
+    def own(self, index: int) -> Array:
+        """What this rank's optimizer reads of a unit's gradients."""
+        return cut(self.flat.grad[self.flat.units[index].stretch], self.shard)
+
+    def begin(self) -> None:
+        """A step begins: nothing is summed yet."""
+        self.flat.grad[...] = 0.0
+
+    def need(self, index: int) -> None:
+        """Backward comes to unit `index`."""
+
+    def done(self, index: int, *, last: bool) -> None:
+        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        if not last:
+            return
+        for handle in self._handles:
+            handle.test()
+        unit = self.flat.units[index]
+        self.partials.sum(unit.parameters)
+        grad = self.flat.grad[unit.stretch]
+        handle = self.shard.reduce_scatter_start(grad, out=self.own(index))
+        self._handles.append(handle)
+
+    def finish(self) -> None:
+        """Waits until the own part of every gradient is the sum over all axes."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        sum_copies(self, self.replicas)
+
+
+class ShardedGradients:
+    """Stages 2 and 3: a rank keeps the sums it updates, and nothing else.
+
+    Backward writes a unit's gradients into one of two buffers of the size of the
+    largest block; a reduce-scatter per unit and micro-batch adds them to the own part,
+    while backward fills the other one. The root (first and last unit: embedding and
+    head, which may share a weight) has buffers of its own. Volume a (S−1)/S of the
+    gradients a step, and 2 (R−1)/R of a part.
+
+    Source   Rajbhandari et al. 2020 (ZeRO stage 2)
+    """
+
+    def __init__(
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
+    ) -> None:
+        self.flat, self.shard, self.replicas = flat, shard, replicas
+        self.partials, self.last = partials, len(flat.units) - 1
+        sizes = [unit.size for unit in flat.units]
+        blocks = sizes[1:-1]
+        count = min(2, len(blocks))
+        self._pool = [flat.zeros(max(blocks), shared=True) for _ in range(count)]
+        self._root = {
+            index: flat.zeros(sizes[index], shared=True)
+            for index in sorted({0, self.last})
+        }
+        self._own = flat.ops.zeros((flat.size // shard.size,))
+        self._sums = flat.ops.zeros((max(sizes) // shard.size,))
+        self._fresh: set[int] = set()
+        # The unit whose gradients each buffer holds, and sums that are on their way
+        self._holder: dict[int, int] = {}
+        self._handles: dict[int, Any] = {}
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that stay on this rank."""
+        return self._own.nbytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that backward fills."""
+        buffers = [*self._pool, *self._root.values(), self._sums]
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def own(self, index: int) -> Array:
+        """What this rank's optimizer reads of a unit's gradients."""
+        unit, part = self.flat.units[index], self.shard.size
+        return self._own[unit.begin // part : (unit.begin + unit.size) // part]
+
+    def begin(self) -> None:
+        """A step begins: nothing is summed yet."""
+        self._fresh = set(range(self.last + 1))
+
+    def need(self, index: int) -> None:
+        """Backward comes to unit `index`: zeros to add its gradients to."""
+        if index == self.last:
+            for root in self._root:
+                self._settle(root)
+                self._bind(root, self._root[root])
+        if index in self._root:
+            return
+        place = self._turn
+        self._turn = (place + 1) % len(self._pool)
+        if place in self._holder:
+            self._settle(self._holder[place])
+        self._holder[place] = index
+        self._bind(index, self._pool[place][: self.flat.units[index].size])
+
+    def done(self, index: int, *, last: bool) -> None:
+        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        for handle in self._handles.values():
+            handle.test()
+        unit = self.flat.units[index]
+        self.partials.sum(unit.parameters)
+        grad = self._buffer(index)
+        own = self.own(index)
+        # Sums of a first micro-batch need no addition; later ones arrive beside.
+        self._settle_sums()
+        out = own if index in self._fresh else self._sums[: len(own)]
+        self._handles[index] = self.shard.reduce_scatter_start(grad, out=out)
+        unit.bind_gradients(None)
+
+    def finish(self) -> None:
+        """Waits until the own part of every gradient is the sum over all axes."""
+        for index in list(self._handles):
+            self._settle(index)
+        self._holder.clear()
+        sum_copies(self, self.replicas)
+
+    def _bind(self, index: int, buffer: Array) -> None:
+        buffer[...] = 0.0
+        self.flat.units[index].bind_gradients(buffer)
+
+    def _buffer(self, index: int) -> Array:
+        if index in self._root:
+            return self._root[index]
+        place = next(p for p, holder in self._holder.items() if holder == index)
+        return self._pool[place][: self.flat.units[index].size]
+
+    def _settle_sums(self) -> None:
+        """Adds what arrives beside the own part, so that the next can."""
+        for index in [i for i in self._handles if i not in self._fresh]:
+            self._settle(index)
+
+    def _settle(self, index: int) -> None:
+        """Waits for the sums of a unit and adds them to the own part."""
+        handle = self._handles.pop(index, None)
+        if handle is None:
+            return
+        sums = handle.wait()
+        if index in self._fresh:
+            self._fresh.discard(index)
+        else:
+            self.own(index)[...] += sums
+
+
+def sum_copies(gradients: Any, replicas: Any) -> None:
+    """Adds up the own parts of ranks that hold the same ones."""
+    if replicas.size == 1:
+        return
+    handles = [
+        replicas.all_reduce_start(gradients.own(index))
+        for index in range(len(gradients.flat.units))
+    ]
+    for handle in handles:
+        handle.wait()

@@ -1,0 +1,214 @@
+"""Where parameter values live: whole on every rank, or gathered when a unit runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpipar.zero.flat import FlatState
+
+Array = Any
+
+
+class WholeValues:
+    """Stages 0 to 2: every rank holds all values.
+
+    After an update each rank sends what it has updated: an all-gather per unit where
+    `shard` has several ranks, (S−1)/S of the values.
+
+    flat    holds the values, its units padded for shard.size
+    shard   communicator of the ranks that update a part each; None where each updates
+            all
+    """
+
+    peak = 0
+
+    def __init__(self, flat: FlatState, shard: Any) -> None:
+        self.flat, self.shard = flat, shard
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that stay on this rank."""
+        return self.flat.value_bytes
+
+    buffer_bytes = 0
+
+    def own(self, index: int) -> Array:
+        """What this rank updates of a unit."""
+        data = self.flat.data[self.flat.units[index].stretch]
+        return data if self.shard is None else cut(data, self.shard)
+
+    def initialize(self, seed: int) -> None:
+        """Starting values."""
+        self.flat.initialize(seed)
+
+    def need(self, index: int, then: int) -> None:
+        """Unit `index` is about to run; always ready."""
+
+    def done(self, index: int) -> None:
+        """Unit `index` has run."""
+
+    def changed(self) -> None:
+        """The own parts were updated: spreads them."""
+        handles = []
+        for index, unit in enumerate(self.flat.units if self.shard else ()):
+            whole = self.flat.data[unit.stretch]
+            handles.append(self.shard.all_gather_start(self.own(index), out=whole))
+        for handle in handles:
+            handle.wait()
+        self.flat.refresh()
+
+    @contextmanager
+    def shown(self, index: int) -> Iterator[None]:
+        """Unit `index` is whole; what is written to it is kept."""
+        yield
+        self.flat.refresh()
+
+
+class GatheredValues:
+    """Stage 3: a rank keeps its part of every unit; a unit is gathered when it runs.
+
+    Blocks are gathered into 1 + prefetch buffers of the size of the largest. While one
+    runs, the next `prefetch` in the direction of the pass are on their way. A buffer
+    is taken from a unit only when another one needs it, so that the last blocks of a
+    forward pass are still there when backward begins, and the first ones when the next
+    micro-batch does. The root (first and last unit: embedding and head, which may
+    share a weight) has buffers of its own and is gathered once per update.
+
+    Volume of a step with a micro-batches and B = 1 + prefetch < L blocks, in units of
+    (S−1)/S of a block: a L forward, a (L − B) backward, less (a − 1) B: at most 2a.
+
+    peak     most elements of blocks that were held whole at a time
+    Source   Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP)
+    """
+
+    def __init__(self, flat: FlatState, shard: Any, prefetch: int) -> None:
+        self.flat, self.shard, self.prefetch = flat, shard, prefetch
+        self.last = len(flat.units) - 1
+        sizes = [unit.size for unit in flat.units]
+        part = shard.size
+        self._own = flat.ops.zeros((flat.size // part,))
+        blocks = sizes[1:-1]
+        count = min(1 + prefetch, len(blocks))
+        self._pool = [flat.zeros(max(blocks), shared=True) for _ in range(count)]
+        self._root = {
+            index: flat.zeros(sizes[index], shared=True)
+            for index in sorted({0, self.last})
+        }
+        buffers = [*self._pool, *self._root.values()]
+        self._copies = [flat.ops.operand(buffer) for buffer in buffers]
+        # Which buffer a block has, least recently used first, and what is on its way
+        self._held: dict[int, int] = {}
+        self._free = list(range(len(self._pool)))
+        self._ready: set[int] = set()
+        self._handles: dict[int, Any] = {}
+        self.peak = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that stay on this rank."""
+        return self._own.nbytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that units are gathered into."""
+        buffers = [*self._pool, *self._root.values()]
+        copies = sum(
+            copy.nbytes
+            for copy, buffer in zip(self._copies, buffers, strict=True)
+            if copy is not buffer
+        )
+        return sum(buffer.nbytes for buffer in buffers) + copies
+
+    def own(self, index: int) -> Array:
+        """This rank's part of a unit."""
+        unit, part = self.flat.units[index], self.shard.size
+        return self._own[unit.begin // part : (unit.begin + unit.size) // part]
+
+    def initialize(self, seed: int) -> None:
+        """Starting values, a unit at a time."""
+        for index, unit in enumerate(self.flat.units):
+            whole = self.flat.ops.zeros((unit.size,))
+            unit.bind_values(whole, None)
+            for p in unit.parameters:
+                p.initialize(self.flat.ops, seed)
+            self.own(index)[...] = cut(whole, self.shard)
+            unit.bind_values(None, None)
+
+    def need(self, index: int, then: int) -> None:
+        """Unit `index` is about to run, then those in direction `then` (±1; 0 none)."""
+        window = [index + then * ahead for ahead in range(1 + self.prefetch)]
+        window = [i for i in dict.fromkeys(window) if 0 <= i <= self.last]
+        self._start(index, window)
+        self._finish(index)
+        for following in window[1:]:
+            self._start(following, window)
+
+    def done(self, index: int) -> None:
+        """Unit `index` has run: its buffer goes when another one needs it."""
+        if index in self._held:
+            self._held[index] = self._held.pop(index)
+
+    def changed(self) -> None:
+        """The own parts were updated: what was gathered is out of date."""
+        for index in [*self._handles, *self._ready]:
+            self._drop(index)
+
+    @contextmanager
+    def shown(self, index: int) -> Iterator[None]:
+        """Unit `index` is whole; what is written to it is kept."""
+        self.need(index, 0)
+        yield
+        data = self._buffer(index)[0]
+        self.own(index)[...] = cut(data, self.shard)
+        self._refresh(index)
+        self.done(index)
+
+    def _buffer(self, index: int) -> tuple[Array, Array]:
+        """The (size,) values of a unit that has a buffer, and their operand."""
+        size = self.flat.units[index].size
+        if index in self._root:
+            place = len(self._pool) + list(self._root).index(index)
+            return self._root[index], self._copies[place]
+        place = self._held[index]
+        return self._pool[place][:size], self._copies[place][:size]
+
+    def _start(self, index: int, window: list[int]) -> None:
+        """Begins to gather a unit that is not there; those of the window stay."""
+        if index in self._ready or index in self._handles:
+            return
+        if index not in self._root:
+            if not self._free:
+                self._drop(next(i for i in self._held if i not in window))
+            self._held[index] = self._free.pop()
+            whole = sum(self.flat.units[i].size for i in self._held)
+            self.peak = max(self.peak, whole)
+        out = self._buffer(index)[0]
+        self._handles[index] = self.shard.all_gather_start(self.own(index), out=out)
+
+    def _finish(self, index: int) -> None:
+        """Waits until a unit is there, and binds it."""
+        handle = self._handles.pop(index, None)
+        if handle is None:
+            return
+        handle.wait()
+        self._ready.add(index)
+        self._refresh(index)
+        self.flat.units[index].bind_values(*self._buffer(index))
+
+    def _refresh(self, index: int) -> None:
+        data, operand = self._buffer(index)
+        if operand is not data and operand.dtype != data.dtype:
+            self.flat.ops.operand(data, out=operand)
+
+    def _drop(self, index: int) -> None:
+        self._finish(index)
+        self.flat.units[index].bind_values(None, None)
+        self._ready.discard(index)
+        if index in self._held:
+            self._free.append(self._held.pop(index))
+
+
+def cut(x: Array, shard: Any) -> Array:
+    """This rank's of the equal parts of a (size,) array."""
+    part = len(x) // shard.size
+    return x[shard.rank * part : (shard.rank + 1) * part]
