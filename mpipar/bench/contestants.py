@@ -65,6 +65,15 @@ CONTESTANTS = (
     Contestant(
         "mpipar-tp", "tensor parallel", MPIPAR, words=("parallel.tensor={cores}",)
     ),
+    Contestant(
+        "mpipar-zero1",
+        "data parallel, optimizer state shared",
+        MPIPAR,
+        words=("parallel.zero=1",),
+    ),
+    Contestant(
+        "mpipar-zero3", "data parallel, all shared", MPIPAR, words=("parallel.zero=3",)
+    ),
     Contestant("mpipar-bf16-dp", "data parallel, bf16", MPIPAR, precision="bf16"),
 )
 REFERENCE = "torch-eager"

@@ -32,6 +32,7 @@ CHANGES = (
     "parallel.sequence=false",
     "parallel.zero=0",
     "parallel.zero_shard=0",
+    "train.recompute=none",
 )
 
 

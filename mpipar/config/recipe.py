@@ -147,6 +147,11 @@ class Train(Section):
         description="type of all floats; bf16 = fp32 with matrix products of bf16 "
         "numbers, on CPUs that have them",
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what backward computes again instead of keeping it: selective = "
+        "norms and activations, full = whole blocks",
+    )
     seed: Natural = Field(0, description="of weights, dropout and data order")
     clip: NotNegative = Field(
         1.0, description="largest global norm of the gradient; 0 = off"

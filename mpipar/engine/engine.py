@@ -59,13 +59,18 @@ class Engine:
             recipe.model, ops=ops, tp=grid.tp, sequence=recipe.parallel.sequence
         )
         self.model.join_blocks(recipe.parallel.unit)
+        if recipe.train.recompute == "selective":
+            for block in self.model.blocks:
+                block.forget()
         self.state = self._make_state()
         self.flat = self.state.flat
         self.state.values.initialize(recipe.train.seed)
         o = recipe.optimizer
         hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
         self.optimizer = AdamW(self.state.pieces(), ops, hyper)
-        self.executor = Executor(self.model.units, self.state)
+        units = self.model.units
+        again = range(1, len(units) - 1) if recipe.train.recompute == "full" else ()
+        self.executor = Executor(units, self.state, again)
         self.number = 0
 
     def _make_state(self) -> TrainingState:

@@ -72,13 +72,20 @@ class Layer:
         self.backward_weight(left)
         return dx
 
+    def forget(self) -> None:
+        """From now on, saves nothing that one pass without a product makes again."""
+
     def cost(self, batch: int, sequence: int) -> Cost:
         """Cost of a micro-batch of `batch` sequences of `sequence` positions."""
         raise NotImplementedError
 
 
 class Branch(Layer):
-    """A layer that can add what its output is added to: a residual block's branch."""
+    """A layer that can add what its output is added to: a residual block's branch.
+
+    Its input is kept as `inputs.x` of what it saves, which a caller who can make it
+    again may take away until the backward pass.
+    """
 
     def forward(
         self, x: Array, step: Step, onto: Array | None = None
@@ -114,6 +121,10 @@ class Chain(Layer):
     def backward_weight(self, left: list) -> None:
         for layer, kept in zip(reversed(self.layers), left, strict=True):
             layer.backward_weight(kept)
+
+    def forget(self) -> None:
+        for layer in self.layers:
+            layer.forget()
 
     def cost(self, batch: int, sequence: int) -> Cost:
         return sum((layer.cost(batch, sequence) for layer in self.layers), Cost())

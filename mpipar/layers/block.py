@@ -30,12 +30,14 @@ class Residual(Layer):
 
     Shapes    x, y (b, s/u, d)   stream layout
     Backward  dx = dy + norm′ᵀ(branch′ᵀ(dropout′ᵀ(dy)))
-    Saves, Moves, Flops   those of its parts
+    Saves, Moves, Flops   those of its parts; told to forget, it does not save the
+              norm's output, which it makes again from what the norm has saved
     Source    He et al. 2016; pre-norm order as Radford et al. 2019
     """
 
     def __init__(self, norm: Norm, branch: Branch, dropout: Dropout) -> None:
         self.norm, self.branch, self.dropout = norm, branch, dropout
+        self.forgets = False
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self.norm.parameters()
@@ -50,9 +52,13 @@ class Residual(Layer):
         else:
             y, branch = self.branch.forward(h, step, onto=x)
             _, dropout = self.dropout.forward(y, step)
+        if self.forgets:
+            branch.inputs.x = None
         return y, ResidualSaved(norm, branch, dropout)
 
     def backward_input(self, dy: Array, saved: ResidualSaved) -> tuple[Array, Any]:
+        if saved.branch.inputs.x is None:
+            saved.branch.inputs.x = self.norm.again(saved.norm)
         d, _ = self.dropout.backward_input(dy, saved.dropout)
         d, left = self.branch.backward_input(d, saved.branch)
         dx, _ = self.norm.backward_input(d, saved.norm, onto=dy)
@@ -61,6 +67,13 @@ class Residual(Layer):
     def backward_weight(self, left: Any) -> None:
         self.branch.backward_weight(left)
 
+    def forget(self) -> None:
+        self.forgets = True
+        self.branch.forget()
+
     def cost(self, batch: int, sequence: int) -> Cost:
         parts = (self.norm, self.branch, self.dropout)
-        return sum((part.cost(batch, sequence) for part in parts), Cost())
+        total = sum((part.cost(batch, sequence) for part in parts), Cost())
+        if self.forgets:
+            total += Cost(saved=-self.norm.output_bytes(batch, sequence))
+        return total

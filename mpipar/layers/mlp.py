@@ -39,8 +39,11 @@ class _Mlp(Branch):
     activate(u) -> y, kept            u (b, s, columns of the first projection)
     activate_backward(dy, kept) -> du may overwrite dy
     The activation keeps as many items a token as the first projection has columns, of
-    the type that `kept_dtype` says.
+    the type that `kept_dtype` says. Told to forget, the layer saves u instead of those
+    and of the second projection's input, and makes both again.
     """
+
+    forgets = False
 
     def __init__(
         self,
@@ -84,9 +87,14 @@ class _Mlp(Branch):
         u, inputs = self.inputs.forward(x, step)
         y, kept = self.activate(u)
         y, outputs = self.outputs.forward(y, step, onto)
+        if self.forgets:
+            kept, outputs.x = u, None
         return y, MlpSaved(inputs, kept, outputs)
 
     def backward_input(self, dy: Array, saved: MlpSaved) -> tuple[Array, MlpLeft]:
+        if saved.outputs.x is None:
+            y, saved.activation = self.activate(saved.activation)
+            saved.outputs.x = self.ops.operand(y)
         dy, outputs = self.outputs.backward_input(dy, saved.outputs)
         du = self.activate_backward(dy, saved.activation)
         dx, inputs = self.inputs.backward_input(du, saved.inputs)
@@ -96,8 +104,16 @@ class _Mlp(Branch):
         self.outputs.backward_weight(left.outputs)
         self.inputs.backward_weight(left.inputs)
 
+    def forget(self) -> None:
+        self.forgets = True
+
     def cost(self, batch: int, sequence: int) -> Cost:
-        kept = batch * sequence * self.inputs.weight.rows * self.kept_dtype.itemsize
+        tokens = batch * sequence
+        dtype = self.ops.dtype if self.forgets else self.kept_dtype
+        kept = tokens * self.inputs.weight.rows * dtype.itemsize
+        if self.forgets:
+            width = self.outputs.weight.local_shape[1]
+            kept -= tokens * width * self.ops.operand_dtype.itemsize
         projections = self.inputs.cost(batch, sequence)
         return Cost(saved=kept) + projections + self.outputs.cost(batch, sequence)
 

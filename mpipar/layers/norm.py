@@ -14,13 +14,27 @@ Array = Any
 
 
 class Norm(Layer):
-    """A layer that can add to its input gradient the one that went around its block."""
+    """A layer that can add to its input gradient the one that went around its block,
+    and make its output again."""
+
+    ops: Ops
+    stream: Stream
+    width: int
 
     def backward_input(
         self, dy: Array, saved: Any, onto: Array | None = None
     ) -> tuple[Array, None]:
         """dx + onto; gradients of gain and bias are added at once."""
         raise NotImplementedError
+
+    def again(self, saved: Any) -> Array:
+        """The output of the forward pass, bit for bit."""
+        raise NotImplementedError
+
+    def output_bytes(self, batch: int, sequence: int) -> int:
+        """Bytes of the output, as products read it."""
+        items = self.stream.tokens(batch, sequence) * self.width
+        return items * self.ops.operand_dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -57,11 +71,14 @@ class LayerNorm(Norm):
         yield self.gain
         yield self.bias
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, LayerNormSaved]:
+    def forward(self, x: Array, step: Step | None) -> tuple[Array, LayerNormSaved]:
         y, mean, rstd = self.ops.layernorm_fwd(
             x, self.gain.data, self.bias.data, eps=self.eps
         )
         return y, LayerNormSaved(x, mean, rstd)
+
+    def again(self, saved: LayerNormSaved) -> Array:
+        return self.forward(saved.x, None)[0]
 
     def backward_input(
         self, dy: Array, saved: LayerNormSaved, onto: Array | None = None
@@ -114,9 +131,12 @@ class RMSNorm(Norm):
     def parameters(self) -> Iterator[Parameter]:
         yield self.gain
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, RMSNormSaved]:
+    def forward(self, x: Array, step: Step | None) -> tuple[Array, RMSNormSaved]:
         y, rstd = self.ops.rmsnorm_fwd(x, self.gain.data, eps=self.eps)
         return y, RMSNormSaved(x, rstd)
+
+    def again(self, saved: RMSNormSaved) -> Array:
+        return self.forward(saved.x, None)[0]
 
     def backward_input(
         self, dy: Array, saved: RMSNormSaved, onto: Array | None = None

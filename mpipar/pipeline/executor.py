@@ -1,6 +1,6 @@
 """Runs a schedule on the units of this stage and owns everything in flight."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mpipar.errors import ShapeError
@@ -15,12 +15,16 @@ class Executor:
     """Runs schedules over a row of units, the last of which returns the loss.
 
     hooks        told before and after every run of a unit
-    peak_bytes   most bytes that forward passes had saved during the last run; what a
-                 backward pass holds meanwhile is not counted
+    again        which units save their input alone, and run forward again before
+                 backward (Chen et al. 2016)
+    peak_bytes   most bytes that forward passes had saved during the last run, those
+                 made again included; what a backward pass holds is not counted
     """
 
-    def __init__(self, units: Sequence[Layer], hooks: UnitHooks) -> None:
-        self.units, self.hooks = list(units), hooks
+    def __init__(
+        self, units: Sequence[Layer], hooks: UnitHooks, again: Collection[int] = ()
+    ) -> None:
+        self.units, self.hooks, self.again = list(units), hooks, frozenset(again)
         self.peak_bytes = 0
         self._saved: dict[int, list] = {}
 
@@ -45,7 +49,7 @@ class Executor:
                     inputs[number], steps[number], number, keep
                 )
             else:
-                self._backward(number, last=number == last)
+                self._backward(number, steps[number], last=number == last)
         if self._saved:
             raise ShapeError(
                 f"schedule left micro-batches {sorted(self._saved)} in flight"
@@ -56,19 +60,27 @@ class Executor:
         saved = []
         for index, unit in enumerate(self.units):
             self.hooks.forward_begins(index)
+            given = x
             x, kept = unit.forward(x, step)
             self.hooks.forward_ended(index)
             if keep:
-                saved.append(kept)
+                saved.append(given if index in self.again else kept)
+                del kept
         if keep:
             self._saved[number] = saved
             self.peak_bytes = max(self.peak_bytes, nbytes(*self._saved.values()))
         return x
 
-    def _backward(self, number: int, *, last: bool) -> None:
-        saved = self._saved.pop(number)
+    def _backward(self, number: int, step: Step, *, last: bool) -> None:
+        saved = self._saved[number]
         dy = None
         for index in range(len(self.units) - 1, -1, -1):
             self.hooks.backward_begins(index)
-            dy = self.units[index].backward(dy, saved.pop())
+            kept = saved.pop()
+            if index in self.again:
+                _, kept = self.units[index].forward(kept, step)
+                held = nbytes(*self._saved.values(), kept)
+                self.peak_bytes = max(self.peak_bytes, held)
+            dy = self.units[index].backward(dy, kept)
             self.hooks.backward_ended(index, last=last)
+        del self._saved[number]

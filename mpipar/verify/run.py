@@ -113,6 +113,7 @@ def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
         "parallel.data": 1,
         "parallel.sequence": False,
         "parallel.zero": 0,
+        "train.recompute": "none",
         "parallel.zero_shard": 0,
     }
     recipe = resolve(replace(recipe, alone), 1)

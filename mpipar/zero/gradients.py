@@ -181,7 +181,8 @@ class ShardedGradients:
             for index in sorted({0, self.last})
         }
         self._own = flat.ops.zeros((flat.size // shard.size,))
-        self._sums = flat.ops.zeros((max(sizes) // shard.size,))
+        # Where sums of later micro-batches arrive; most runs have one
+        self._sums: Array = None
         self._fresh: set[int] = set()
         # The unit whose gradients each buffer holds, and sums that are on their way
         self._holder: dict[int, int] = {}
@@ -196,8 +197,9 @@ class ShardedGradients:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that backward fills."""
-        buffers = [*self._pool, *self._root.values(), self._sums]
-        return sum(buffer.nbytes for buffer in buffers)
+        buffers = [*self._pool, *self._root.values()]
+        sums = 0 if self._sums is None else self._sums.nbytes
+        return sum(buffer.nbytes for buffer in buffers) + sums
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
@@ -233,7 +235,7 @@ class ShardedGradients:
         own = self.own(index)
         # Sums of a first micro-batch need no addition; later ones arrive beside.
         self._settle_sums()
-        out = own if index in self._fresh else self._sums[: len(own)]
+        out = own if index in self._fresh else self._beside(len(own))
         self._handles[index] = self.shard.reduce_scatter_start(grad, out=out)
         unit.bind_gradients(None)
 
@@ -253,6 +255,12 @@ class ShardedGradients:
             return self._root[index]
         place = next(p for p, holder in self._holder.items() if holder == index)
         return self._pool[place][: self.flat.units[index].size]
+
+    def _beside(self, size: int) -> Array:
+        if self._sums is None:
+            largest = max(unit.size for unit in self.flat.units)
+            self._sums = self.flat.ops.zeros((largest // self.shard.size,))
+        return self._sums[:size]
 
     def _settle_sums(self) -> None:
         """Adds what arrives beside the own part, so that the next can."""

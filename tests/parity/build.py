@@ -63,6 +63,7 @@ def serial_recipe(recipe: Recipe) -> Recipe:
         "parallel.order": ("tp", "cp", "dp", "pp"),
         "parallel.bucket_mb": 25.0,
         "parallel.zero": 0,
+        "train.recompute": "none",
         "parallel.zero_shard": 0,
         "parallel.unit": 1,
         "train.micro_batch": recipe.train.global_batch,
