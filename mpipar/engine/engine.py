@@ -18,9 +18,10 @@ from mpipar.layers.base import Step
 from mpipar.layers.context import held_positions
 from mpipar.models import build_model
 from mpipar.ops import Ops
-from mpipar.pipeline.executor import Executor
+from mpipar.pipeline.executor import Executor, peak_saved
 from mpipar.pipeline.schedules import forward_only, single_stage
 from mpipar.zero.adamw import AdamW, Hyper
+from mpipar.zero.cost import state_bytes
 from mpipar.zero.state import TrainingState
 
 
@@ -124,6 +125,24 @@ class Engine:
         """FLOPs of one step on this rank, by formula: three times forward."""
         cost = self.model.cost(self.recipe.train.micro_batch, self.recipe.model.context)
         return 3 * cost.flops * self.recipe.accumulation
+
+    def predicted_memory(self) -> dict[str, int]:
+        """Bytes that this rank should hold, by formula, under the names of metrics."""
+        recipe, state = self.recipe, self.state
+        batch, context = recipe.train.micro_batch, recipe.model.context
+        found = state_bytes(
+            [unit.size for unit in state.flat.units],
+            stage=state.stage,
+            ranks=state.shard.size if state.shard else 1,
+            prefetch=recipe.parallel.prefetch,
+            accumulation=recipe.accumulation,
+            item=self.ops.dtype.itemsize,
+            operand_item=self.ops.operand_dtype.itemsize,
+        )
+        saved = [unit.cost(batch, context).saved for unit in self.model.units]
+        given = self.model.embedding.output_bytes(batch, context)
+        peak = peak_saved(saved, given, self.executor.again)
+        return found | {"activations_peak": peak}
 
     def evaluate(self, rounds: Sequence[Batch], valid: int) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in nats per token."""

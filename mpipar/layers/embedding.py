@@ -101,6 +101,12 @@ class Embedding(Layer):
         first = self.token.box[0][0]
         self.ops.embedding_dw(left.dy, left.ids, self.token.grad, first=first)
 
+    def output_bytes(self, batch: int, sequence: int) -> int:
+        """Bytes of the residual stream of a micro-batch on this rank."""
+        return (
+            self.stream.tokens(batch, sequence) * self.width * self.ops.dtype.itemsize
+        )
+
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence
         full = tokens * self.width * self.ops.dtype.itemsize

@@ -11,6 +11,15 @@ from mpipar.pipeline.schedules import Action
 Array = Any
 
 
+def peak_saved(saved: Sequence[int], given: int, again: Collection[int]) -> int:
+    """Most bytes that one micro-batch keeps, as `Executor.peak_bytes` counts them.
+
+    saved   what each unit saves;  given  the input that those of `again` keep instead
+    """
+    kept = [given if i in again else size for i, size in enumerate(saved)]
+    return max(sum(kept), *(sum(kept[:i]) + saved[i] for i in again), 0)
+
+
 class Executor:
     """Runs schedules over a row of units, the last of which returns the loss.
 

@@ -23,6 +23,7 @@ class Metrics:
         self._file = None
         if writes:
             self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._predicted = engine.predicted_memory()
         self._mark = self._counts()
         self._clock = time.perf_counter()
 
@@ -56,6 +57,7 @@ class Metrics:
             "mfu": self.engine.step_flops() / seconds / self.peak_flops,
             "bubble": 0.0,
             "memory": memory(self.engine),
+            "memory_predicted": self._predicted,
             "comm": comm,
         }
 

@@ -182,6 +182,28 @@ def test_memory_is_what_the_formula_says(comm, n, shard, stage, precision):
     buffers = {0: 0, 1: 0, 2: 2 * block + root}
     buffers[3] = buffers[2] + 2 * block + root
     assert found["unit_buffers"] == item * buffers[stage]
+    del found["rss_peak"]
+    assert found == engine.predicted_memory()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["parallel.unit=2", "model.layers=5", "train.micro_batch=3"],
+        ["train.recompute=full", "parallel.unit=3", "model.layers=5"],
+        ["train.recompute=selective", "parallel.prefetch=0", "model.family=llama"],
+        ["model.layers=1", "model.tied=false", "train.recompute=full"],
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.mpi(2)
+def test_predicted_memory_is_what_is_held(comm, stage, extra, precision):
+    more = [*extra, f"train.precision={precision}"]
+    _, engine = count_step(make_recipe(2, *words(stage, *more)), comm)
+    found = memory(engine)
+    del found["rss_peak"]
+    assert found == engine.predicted_memory()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -132,6 +132,7 @@ def fake_engine() -> SimpleNamespace:
         grid=serial_grid(),
         number=0,
         step_flops=lambda: 1000,
+        predicted_memory=lambda: {"params": 80},
         state=SimpleNamespace(
             values=SimpleNamespace(nbytes=80, buffer_bytes=5),
             gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
