@@ -15,7 +15,8 @@ from mpipar.bench.report import available_bytes, check_writable, machine, write_
 from mpipar.bench.rival import NoAnswerError, Rival
 from mpipar.bench.table import Table, result
 from mpipar.bench.workload import CONSTANT_RATE, check_vocabulary, random_batch
-from mpipar.config import Recipe, find_recipe, read_recipe
+from mpipar.config import UNCUT, Recipe, find_recipe, read_recipe
+from mpipar.config.write import toml_value
 from mpipar.engine import Engine
 from mpipar.errors import ConfigError
 from mpipar.grid import serial_grid
@@ -27,12 +28,8 @@ CHANGES = (
     *CONSTANT_RATE,
     "train.micro_batch=0",
     "train.device=cpu",
-    "parallel.tensor=1",
+    *(f"{key}={toml_value(value)}" for key, value in UNCUT.items()),
     "parallel.data=0",
-    "parallel.sequence=false",
-    "parallel.zero=0",
-    "parallel.zero_shard=0",
-    "train.recompute=none",
 )
 
 

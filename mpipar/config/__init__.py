@@ -1,6 +1,6 @@
 """The recipe of a run: frozen, typed, and checked before any array exists."""
 
-from mpipar.config.fields import replace
+from mpipar.config.fields import UNCUT, replace
 from mpipar.config.presets import find_recipe, preset_names
 from mpipar.config.read import read_recipe
 from mpipar.config.recipe import (
@@ -19,6 +19,7 @@ from mpipar.config.write import to_toml
 
 __all__ = [
     "AXES",
+    "UNCUT",
     "Checkpoint",
     "Data",
     "Log",

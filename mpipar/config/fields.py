@@ -10,13 +10,19 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from mpipar.config.nearest import either
-from mpipar.config.recipe import AXES, SECTIONS, Recipe, Section
+from mpipar.config.recipe import AXES, SECTIONS, Parallel, Recipe, Section
 from mpipar.config.write import shown
 from mpipar.errors import ConfigError
 
 _ALL_KEYS = [
     f"{name}.{key}" for name, cls in SECTIONS.items() for key in cls.model_fields
 ]
+# What says how a model in training is laid out, as it is on one rank
+UNCUT: Mapping[str, Any] = {
+    **{f"parallel.{name}": f.default for name, f in Parallel.model_fields.items()},
+    "parallel.data": 1,
+    "train.recompute": "none",
+}
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipar.checkpoint import find_checkpoint, load_weights, read_recipe_text
 from mpipar.comm import raise_together
-from mpipar.config import Recipe, read_recipe, replace, resolve
+from mpipar.config import UNCUT, Recipe, read_recipe, replace, resolve
 from mpipar.data import Tokenizer, check_ids
 from mpipar.engine import load_vocabulary, open_grid
 from mpipar.errors import CheckpointError, ConfigError, DataError, MpiparError
@@ -128,9 +128,8 @@ def _open(
     try:
         recipe = read_recipe(text, overrides)
         layout = {
+            **UNCUT,
             "parallel.tensor": world.size,
-            "parallel.data": 1,
-            "parallel.sequence": False,
             "train.global_batch": 1,
             "train.micro_batch": 1,
             "log.progress": "none",

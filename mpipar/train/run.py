@@ -140,8 +140,8 @@ class _Run:
             f"{model.family}: {self.engine.model.size:,} weights, "
             f"{model.layers} layers, width {model.width}, context {model.context}"
         )
-        sequence = ", sequence parallel" if self.recipe.parallel.sequence else ""
-        show.say(f"{grid.describe()}{sequence}, {self.engine.ops.precision}")
+        parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
+        show.say(", ".join(parts))
         show.say(
             f"{stream.source}: {stream.train.size:,} tokens to train on, "
             f"{self.sampler.eval_count:,} held-out samples, "
@@ -175,6 +175,17 @@ class _Run:
             f"{verb} after {line['step']} steps, {seconds:.0f} s: {kind} {loss:.4f}, "
             f"unigram entropy {entropy:.4f} nats per token; see {self.out}"
         )
+
+
+def _methods(engine: Engine) -> list[str]:
+    """How this run is laid out, besides its axes."""
+    recipe, state = engine.recipe, engine.state
+    methods = ["sequence parallel"] if recipe.parallel.sequence else []
+    if state.shard:
+        methods.append(f"ZeRO {state.stage} over {state.shard.size} ranks")
+    if recipe.train.recompute != "none":
+        methods.append(f"{recipe.train.recompute} recomputation")
+    return methods
 
 
 def _notes(engine: Engine, sampler: Sampler) -> list[str]:

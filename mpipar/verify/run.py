@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipar.checkpoint import global_arrays
 from mpipar.comm import raise_together
-from mpipar.config import Recipe, replace, resolve
+from mpipar.config import UNCUT, Recipe, replace, resolve
 from mpipar.data import Sampler
 from mpipar.engine import Engine, finite, load_vocabulary, make_sampler, open_grid
 from mpipar.errors import ConfigError
@@ -108,15 +108,7 @@ def run_verification(
 
 def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
     """The same model on one rank, and samples that give it the whole batch."""
-    alone = {
-        "parallel.tensor": 1,
-        "parallel.data": 1,
-        "parallel.sequence": False,
-        "parallel.zero": 0,
-        "train.recompute": "none",
-        "parallel.zero_shard": 0,
-    }
-    recipe = resolve(replace(recipe, alone), 1)
+    recipe = resolve(replace(recipe, UNCUT), 1)
     whole = Sampler(
         sampler.stream,
         sampler.seed,
