@@ -1,5 +1,7 @@
 """Products of bf16 numbers: every operation against float32 on the rounded numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numeric import assert_close, from_bf16, to_bf16
@@ -198,3 +200,17 @@ def test_bf16_memory_is_counted(ops):
     engine = engine_of("gpt", "bf16")
     assert memory(engine)["params"] == engine.flat.size * 6
     assert memory(engine_of("gpt", "fp32"))["params"] == engine.flat.size * 4
+
+
+def test_updates_too_small_for_bf16_are_not_lost(ops):
+    """A16: a hundred steps of 0.001 from 1, each less than half a bf16 step."""
+    engine = engine_of("gpt", "bf16")
+    gain = next(p for p in engine.flat.parameters if p.name.endswith("norm1.gain"))
+    gain.data[...] = 1.0
+    engine.optimizer.hyper = replace(engine.optimizer.hyper, clip=0.0, eps=1e-30)
+    for _ in range(100):
+        engine.flat.grad[...] = 1.0
+        assert engine.optimizer.update(1e-3, 1.0)
+        engine.state.values.changed()
+    assert np.abs(gain.data - 0.9).max() < 2e-3
+    assert np.array_equal(engine.flat.operand, engine.ops.operand(engine.flat.data))
