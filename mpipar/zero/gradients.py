@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpipar.layers.parameter import Parameter
+from mpipar.zero.buffers import UnitBuffers
 from mpipar.zero.flat import FlatState
 from mpipar.zero.values import cut
 
@@ -171,23 +172,14 @@ class ShardedGradients:
         self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
     ) -> None:
         self.flat, self.shard, self.replicas = flat, shard, replicas
-        self.partials, self.last = partials, len(flat.units) - 1
-        sizes = [unit.size for unit in flat.units]
-        blocks = sizes[1:-1]
-        count = min(2, len(blocks))
-        self._pool = [flat.zeros(max(blocks), shared=True) for _ in range(count)]
-        self._root = {
-            index: flat.zeros(sizes[index], shared=True)
-            for index in sorted({0, self.last})
-        }
+        self.partials = partials
         self._own = flat.ops.zeros((flat.size // shard.size,))
+        self._buffers = UnitBuffers(flat, 2)
         # Where sums of later micro-batches arrive; most runs have one
         self._sums: Array = None
+        # Units without sums so far, and sums that are on their way
         self._fresh: set[int] = set()
-        # The unit whose gradients each buffer holds, and sums that are on their way
-        self._holder: dict[int, int] = {}
         self._handles: dict[int, Any] = {}
-        self._turn = 0
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +189,8 @@ class ShardedGradients:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that backward fills."""
-        buffers = [*self._pool, *self._root.values()]
         sums = 0 if self._sums is None else self._sums.nbytes
-        return sum(buffer.nbytes for buffer in buffers) + sums
+        return self._buffers.nbytes + sums
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
@@ -208,22 +199,23 @@ class ShardedGradients:
 
     def begin(self) -> None:
         """A step begins: nothing is summed yet."""
-        self._fresh = set(range(self.last + 1))
+        self._fresh = set(range(len(self.flat.units)))
 
     def need(self, index: int) -> None:
         """Backward comes to unit `index`: zeros to add its gradients to."""
-        if index == self.last:
-            for root in self._root:
+        buffers = self._buffers
+        if index == len(self.flat.units) - 1:
+            for root in buffers.root:
                 self._settle(root)
-                self._bind(root, self._root[root])
-        if index in self._root:
+                self._bind(root)
+        if index in buffers.root:
             return
-        place = self._turn
-        self._turn = (place + 1) % len(self._pool)
-        if place in self._holder:
-            self._settle(self._holder[place])
-        self._holder[place] = index
-        self._bind(index, self._pool[place][: self.flat.units[index].size])
+        if buffers.is_full:
+            oldest = buffers.blocks[0]
+            self._settle(oldest)
+            buffers.drop(oldest)
+        buffers.add(index)
+        self._bind(index)
 
     def done(self, index: int, *, last: bool) -> None:
         """Backward has passed unit `index`, of the step's last micro-batch or not."""
@@ -231,8 +223,7 @@ class ShardedGradients:
             handle.test()
         unit = self.flat.units[index]
         self.partials.sum(unit.parameters)
-        grad = self._buffer(index)
-        own = self.own(index)
+        grad, own = self._buffers.of(index), self.own(index)
         # Sums of a first micro-batch need no addition; later ones arrive beside.
         self._settle_sums()
         out = own if index in self._fresh else self._beside(len(own))
@@ -243,18 +234,14 @@ class ShardedGradients:
         """Waits until the own part of every gradient is the sum over all axes."""
         for index in list(self._handles):
             self._settle(index)
-        self._holder.clear()
+        for index in self._buffers.blocks:
+            self._buffers.drop(index)
         sum_copies(self, self.replicas)
 
-    def _bind(self, index: int, buffer: Array) -> None:
+    def _bind(self, index: int) -> None:
+        buffer = self._buffers.of(index)
         buffer[...] = 0.0
         self.flat.units[index].bind_gradients(buffer)
-
-    def _buffer(self, index: int) -> Array:
-        if index in self._root:
-            return self._root[index]
-        place = next(p for p, holder in self._holder.items() if holder == index)
-        return self._pool[place][: self.flat.units[index].size]
 
     def _beside(self, size: int) -> Array:
         if self._sums is None:

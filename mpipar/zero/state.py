@@ -14,7 +14,6 @@ Source   Rajbhandari et al. 2020; Zhao et al. 2023
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import lcm
 from typing import Any, Literal
 
 from mpipar.layers.model import Model, UnitHooks
@@ -73,7 +72,7 @@ class TrainingState(UnitHooks):
             units,
             ops,
             shard,
-            multiple=lcm(shard.size, ALIGNED_BYTES // ops.dtype.itemsize),
+            multiple=shard.size * ALIGNED_BYTES // ops.dtype.itemsize,
             values=self.stage < 3,
             gradients=self.stage < 2,
         )

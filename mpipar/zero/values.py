@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mpipar.zero.buffers import UnitBuffers
 from mpipar.zero.flat import FlatState
 
 Array = Any
@@ -83,22 +84,10 @@ class GatheredValues:
 
     def __init__(self, flat: FlatState, shard: Any, prefetch: int) -> None:
         self.flat, self.shard, self.prefetch = flat, shard, prefetch
-        self.last = len(flat.units) - 1
-        sizes = [unit.size for unit in flat.units]
-        part = shard.size
-        self._own = flat.ops.zeros((flat.size // part,))
-        blocks = sizes[1:-1]
-        count = min(1 + prefetch, len(blocks))
-        self._pool = [flat.zeros(max(blocks), shared=True) for _ in range(count)]
-        self._root = {
-            index: flat.zeros(sizes[index], shared=True)
-            for index in sorted({0, self.last})
-        }
-        buffers = [*self._pool, *self._root.values()]
-        self._copies = [flat.ops.operand(buffer) for buffer in buffers]
-        # Which buffer a block has, least recently used first, and what is on its way
-        self._held: dict[int, int] = {}
-        self._free = list(range(len(self._pool)))
+        self._own = flat.ops.zeros((flat.size // shard.size,))
+        self._buffers = UnitBuffers(flat, 1 + prefetch)
+        self._operands = [flat.ops.operand(buffer) for buffer in self._buffers.all]
+        # Units that are there, and those on their way
         self._ready: set[int] = set()
         self._handles: dict[int, Any] = {}
         self.peak = 0
@@ -111,13 +100,9 @@ class GatheredValues:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that units are gathered into."""
-        buffers = [*self._pool, *self._root.values()]
-        copies = sum(
-            copy.nbytes
-            for copy, buffer in zip(self._copies, buffers, strict=True)
-            if copy is not buffer
-        )
-        return sum(buffer.nbytes for buffer in buffers) + copies
+        pairs = zip(self._operands, self._buffers.all, strict=True)
+        copies = sum(copy.nbytes for copy, buffer in pairs if copy is not buffer)
+        return self._buffers.nbytes + copies
 
     def own(self, index: int) -> Array:
         """This rank's part of a unit."""
@@ -136,8 +121,9 @@ class GatheredValues:
 
     def need(self, index: int, then: int) -> None:
         """Unit `index` is about to run, then those in direction `then` (±1; 0 none)."""
+        last = len(self.flat.units) - 1
         window = [index + then * ahead for ahead in range(1 + self.prefetch)]
-        window = [i for i in dict.fromkeys(window) if 0 <= i <= self.last]
+        window = [i for i in dict.fromkeys(window) if 0 <= i <= last]
         self._start(index, window)
         self._finish(index)
         for following in window[1:]:
@@ -145,8 +131,7 @@ class GatheredValues:
 
     def done(self, index: int) -> None:
         """Unit `index` has run: its buffer goes when another one needs it."""
-        if index in self._held:
-            self._held[index] = self._held.pop(index)
+        self._buffers.use(index)
 
     def changed(self) -> None:
         """The own parts were updated: what was gathered is out of date."""
@@ -158,31 +143,22 @@ class GatheredValues:
         """Unit `index` is whole; what is written to it is kept."""
         self.need(index, 0)
         yield
-        data = self._buffer(index)[0]
-        self.own(index)[...] = cut(data, self.shard)
+        self.own(index)[...] = cut(self._buffers.of(index), self.shard)
         self._refresh(index)
         self.done(index)
-
-    def _buffer(self, index: int) -> tuple[Array, Array]:
-        """The (size,) values of a unit that has a buffer, and their operand."""
-        size = self.flat.units[index].size
-        if index in self._root:
-            place = len(self._pool) + list(self._root).index(index)
-            return self._root[index], self._copies[place]
-        place = self._held[index]
-        return self._pool[place][:size], self._copies[place][:size]
 
     def _start(self, index: int, window: list[int]) -> None:
         """Begins to gather a unit that is not there; those of the window stay."""
         if index in self._ready or index in self._handles:
             return
-        if index not in self._root:
-            if not self._free:
-                self._drop(next(i for i in self._held if i not in window))
-            self._held[index] = self._free.pop()
-            whole = sum(self.flat.units[i].size for i in self._held)
+        buffers = self._buffers
+        if index not in buffers.root:
+            if buffers.is_full:
+                self._drop(next(i for i in buffers.blocks if i not in window))
+            buffers.add(index)
+            whole = sum(self.flat.units[i].size for i in buffers.blocks)
             self.peak = max(self.peak, whole)
-        out = self._buffer(index)[0]
+        out = buffers.of(index)
         self._handles[index] = self.shard.all_gather_start(self.own(index), out=out)
 
     def _finish(self, index: int) -> None:
@@ -192,20 +168,23 @@ class GatheredValues:
             return
         handle.wait()
         self._ready.add(index)
-        self._refresh(index)
-        self.flat.units[index].bind_values(*self._buffer(index))
+        operand = self._refresh(index)
+        self.flat.units[index].bind_values(self._buffers.of(index), operand)
 
-    def _refresh(self, index: int) -> None:
-        data, operand = self._buffer(index)
-        if operand is not data and operand.dtype != data.dtype:
-            self.flat.ops.operand(data, out=operand)
+    def _refresh(self, index: int) -> Array:
+        """Brings the operand of a unit up to date, and returns it."""
+        data, place = self._buffers.of(index), self._buffers.place(index)
+        if self._operands[place] is self._buffers.all[place]:
+            return data
+        operand = self._operands[place][: len(data)]
+        self.flat.ops.operand(data, out=operand)
+        return operand
 
     def _drop(self, index: int) -> None:
         self._finish(index)
         self.flat.units[index].bind_values(None, None)
         self._ready.discard(index)
-        if index in self._held:
-            self._free.append(self._held.pop(index))
+        self._buffers.drop(index)
 
 
 def cut(x: Array, shard: Any) -> Array:
