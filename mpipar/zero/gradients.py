@@ -38,8 +38,46 @@ class Partials:
                 start += g.size
 
 
-class BucketedGradients:
-    """Stage 0: every rank holds all gradients and gets all sums.
+class WholeGradients:
+    """Every rank holds all gradients; sums start when their last summand is there."""
+
+    buffer_bytes = 0
+
+    def __init__(self, flat: FlatState, partials: Partials) -> None:
+        self.flat, self.partials = flat, partials
+        self._handles: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that stay on this rank."""
+        return self.flat.grad.nbytes
+
+    def begin(self) -> None:
+        """A step begins: nothing is summed yet."""
+        self.flat.grad[...] = 0.0
+
+    def need(self, index: int) -> None:
+        """Backward comes to unit `index`."""
+
+    def done(self, index: int, *, last: bool) -> None:
+        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        if last:
+            for handle in self._handles:
+                handle.test()
+            self._final(index)
+
+    def _final(self, index: int) -> None:
+        """The gradients of unit `index` and of all later units are final."""
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+
+
+class BucketedGradients(WholeGradients):
+    """Stage 0: every rank gets all sums.
 
     The reduction of a bucket starts as soon as all of its gradients are final. A bucket
     is the stretch of the flat gradient from the unit just finished to the last bucket
@@ -52,47 +90,25 @@ class BucketedGradients:
     def __init__(
         self, flat: FlatState, axis: Any, partials: Partials, bucket_bytes: float
     ) -> None:
-        self.flat, self.axis, self.partials = flat, axis, partials
-        self.bucket_bytes = bucket_bytes
-        self._handles: list[Any] = []
+        super().__init__(flat, partials)
+        self.axis, self.bucket_bytes = axis, bucket_bytes
         self._open = flat.size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients that stay on this rank."""
-        return self.flat.grad.nbytes
-
-    buffer_bytes = 0
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
         return self.flat.grad[self.flat.units[index].stretch]
 
-    def begin(self) -> None:
-        """A step begins: nothing is summed yet."""
-        self.flat.grad[...] = 0.0
-
-    def need(self, index: int) -> None:
-        """Backward comes to unit `index`."""
-
-    def done(self, index: int, *, last: bool) -> None:
-        """Backward has passed unit `index`, of the step's last micro-batch or not."""
-        if not last:
-            return
-        for handle in self._handles:
-            handle.test()
-        lo = self.flat.units[index].begin
-        if (self._open - lo) * self.flat.grad.dtype.itemsize >= self.bucket_bytes:
-            self._start(lo)
-
     def finish(self) -> None:
         """Waits until every gradient is the sum over all of its axes."""
         self._start(0)
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
+        self._wait()
         self._open = self.flat.size
         self.partials.sum(self.flat.parameters)
+
+    def _final(self, index: int) -> None:
+        lo = self.flat.units[index].begin
+        if (self._open - lo) * self.flat.grad.dtype.itemsize >= self.bucket_bytes:
+            self._start(lo)
 
     def _start(self, lo: int) -> None:
         if lo < self._open:
@@ -101,8 +117,8 @@ class BucketedGradients:
             self._open = lo
 
 
-class ScatteredGradients:
-    """Stage 1: micro-batches add up on every rank; then each gets the sums it updates.
+class ScatteredGradients(WholeGradients):
+    """Stage 1: each rank gets the sums of the part that it updates.
 
     A reduce-scatter per unit, started when the last micro-batch's backward has passed
     it, then an all-reduce among `replicas`, which update the same part. Volume (S−1)/S
@@ -114,46 +130,24 @@ class ScatteredGradients:
     def __init__(
         self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
     ) -> None:
-        self.flat, self.shard, self.replicas = flat, shard, replicas
-        self.partials = partials
-        self._handles: list[Any] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients that stay on this rank."""
-        return self.flat.grad.nbytes
-
-    buffer_bytes = 0
+        super().__init__(flat, partials)
+        self.shard, self.replicas = shard, replicas
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
         return cut(self.flat.grad[self.flat.units[index].stretch], self.shard)
 
-    def begin(self) -> None:
-        """A step begins: nothing is summed yet."""
-        self.flat.grad[...] = 0.0
+    def finish(self) -> None:
+        """Waits until the own part of every gradient is the sum over all axes."""
+        self._wait()
+        sum_copies(self, self.replicas)
 
-    def need(self, index: int) -> None:
-        """Backward comes to unit `index`."""
-
-    def done(self, index: int, *, last: bool) -> None:
-        """Backward has passed unit `index`, of the step's last micro-batch or not."""
-        if not last:
-            return
-        for handle in self._handles:
-            handle.test()
+    def _final(self, index: int) -> None:
         unit = self.flat.units[index]
         self.partials.sum(unit.parameters)
         grad = self.flat.grad[unit.stretch]
         handle = self.shard.reduce_scatter_start(grad, out=self.own(index))
         self._handles.append(handle)
-
-    def finish(self) -> None:
-        """Waits until the own part of every gradient is the sum over all axes."""
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
-        sum_copies(self, self.replicas)
 
 
 class ShardedGradients:
