@@ -81,9 +81,13 @@ def test_metrics_has_a_whole_line_for_every_step(run: Finished) -> None:
         assert line["tokens"] == step * 4 * 16
         assert all(line[name] > 0 for name in numbers.split()), line
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
-        memory = "params grads optimizer activations_peak rss_peak"
-        assert sorted(line["memory"]) == sorted(memory.split())
-        assert all(isinstance(n, int) and n > 0 for n in line["memory"].values())
+        memory = line["memory"]
+        assert memory.pop("rss_peak") > 1 << 20
+        assert memory == line["memory_predicted"]
+        assert memory.pop("unit_buffers") == 0
+        held = "params grads optimizer activations_peak"
+        assert sorted(memory) == sorted(held.split())
+        assert all(isinstance(n, int) and n > 0 for n in memory.values())
     assert len(run.lines) == 6
     evaluated = [line["step"] for line in run.lines if "validation_loss" in line]
     assert evaluated == [3, 6]

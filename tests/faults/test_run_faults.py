@@ -105,7 +105,7 @@ def test_the_watchdog_names_a_rank_that_does_not_come(
     assert job.output.count("mpipar: rank 0 has waited") == 1
     # The first on that axis is the one that shares the gradients' memory.
     assert "in all_reduce #4 on axis grad" in job.output
-    assert "mpipar/zero/reduce.py:" in job.output
+    assert "mpipar/zero/gradients.py:" in job.output
     assert f"rank 1 did not arrive: {said}" in job.output
     # The line where the rank loops.
     assert ("sitecustomize.py:" in job.output) is (kind == "loop")
