@@ -30,6 +30,10 @@ class Unit:
         """Where it lies in arrays of the whole model."""
         return slice(self.begin, self.begin + self.size)
 
+    def stretch_of_parts(self, parts: int) -> slice:
+        """Where one of its equal parts lies in arrays of such a part of the model."""
+        return slice(self.begin // parts, (self.begin + self.size) // parts)
+
     def bind_values(self, data: Array, operand: Array) -> None:
         """Makes its parameters views of (size,) arrays; None takes the arrays away."""
         for p, lo, hi in self.places():
@@ -138,20 +142,13 @@ class FlatState:
             p.initialize(self.ops, seed)
         self.refresh()
 
-    def pieces(self) -> list[Piece]:
-        """Every unit as a whole."""
-        return [
-            Piece(u, 0, u.size, self.data[u.stretch], self.grad[u.stretch])
-            for u in self.units
-        ]
-
     @property
     def value_bytes(self) -> int:
         """Bytes of the values and of their 16-bit copy."""
         copy = 0 if self.operand is self.data else self.operand.nbytes
         return self.data.nbytes + copy
 
-    def refresh(self) -> None:
-        """Brings `operand` up to date with `data`."""
+    def refresh(self, stretch: slice = slice(None)) -> None:
+        """Brings `operand` up to date with `data`, or a stretch of it."""
         if self.operand is not self.data:
-            self.ops.operand(self.data, out=self.operand)
+            self.ops.operand(self.data[stretch], out=self.operand[stretch])

@@ -188,8 +188,7 @@ class ShardedGradients:
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
-        unit, part = self.flat.units[index], self.shard.size
-        return self._own[unit.begin // part : (unit.begin + unit.size) // part]
+        return self._own[self.flat.units[index].stretch_of_parts(self.shard.size)]
 
     def begin(self) -> None:
         """A step begins: nothing is summed yet."""

@@ -21,8 +21,6 @@ class WholeValues:
             all
     """
 
-    peak = 0
-
     def __init__(self, flat: FlatState, shard: Any) -> None:
         self.flat, self.shard = flat, shard
 
@@ -62,7 +60,7 @@ class WholeValues:
     def shown(self, index: int) -> Iterator[None]:
         """Unit `index` is whole; what is written to it is kept."""
         yield
-        self.flat.refresh()
+        self.flat.refresh(self.flat.units[index].stretch)
 
 
 class GatheredValues:
@@ -106,8 +104,7 @@ class GatheredValues:
 
     def own(self, index: int) -> Array:
         """This rank's part of a unit."""
-        unit, part = self.flat.units[index], self.shard.size
-        return self._own[unit.begin // part : (unit.begin + unit.size) // part]
+        return self._own[self.flat.units[index].stretch_of_parts(self.shard.size)]
 
     def initialize(self, seed: int) -> None:
         """Starting values, a unit at a time."""

@@ -35,7 +35,7 @@ from mpipar.layers.stream import Stream
 from mpipar.models import build_model
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.zero.adamw import AdamW, Hyper
-from mpipar.zero.flat import FlatState
+from mpipar.zero.flat import FlatState, Piece
 
 TP = NullCommunicator("tp")
 OPS = NumpyOps("float64")
@@ -189,7 +189,9 @@ def test_decay_is_for_matrices_and_embeddings_not_for_gains_and_biases(family, i
     made = Made(Case("", model(family, is_tied=is_tied), "ids", "loss"), TP, 5)
     made.flat.data[...] = 1.0
     hyper = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0)
-    assert AdamW(made.flat.pieces(), OPS, hyper).update(0.1, 0.0)
+    (unit,) = made.flat.units
+    whole = Piece(unit, 0, unit.size, made.flat.data, made.flat.grad)
+    assert AdamW([whole], OPS, hyper).update(0.1, 0.0)
     assert {len(p.shape) for p in made.flat.parameters} == {1, 2}
     for p in made.flat.parameters:
         is_matrix = p.name.endswith(".weight")
