@@ -23,11 +23,13 @@ from mpipar.comm.counters import (
     shares,
 )
 from mpipar.comm.datatypes import as_bytes, reduction
+from mpipar.comm.halves import HalfSums, exchange
 from mpipar.comm.handle import Handle
 from mpipar.comm.posts import Poster, pieces
 from mpipar.comm.shapes import check_counts, check_out, even_rows
 from mpipar.comm.shared import Desk, Work, bounds_of, segment_of, share
 from mpipar.comm.transport import Array, Host, Transport
+from mpipar.ops.half import add_up, is_half
 
 
 class Communicator:
@@ -38,11 +40,12 @@ class Communicator:
     unless ranks outnumber cores; ``_start`` forms return a Handle, and their arrays
     must be left alone until its ``wait``. Messages larger than ``chunk_bytes`` are
     split. Nothing relies on MPI buffering a message; with ``synchronous`` set no send
-    is buffered at all.
+    is buffered at all. 16-bit floats are added as `mpipar.ops.half` says.
 
     Arrays that all ranks took from ``shared_zeros``, or the same contiguous stretch of
     them, are reduced and gathered through shared memory. That work is done by ``test``
-    or ``wait``, so all ranks must then wait in the same order.
+    or ``wait``, as is that of all-reduces of 16-bit floats: all ranks must wait for
+    them in the same order.
 
     comm      the MPI communicator; ``free`` frees it
     name      the axis, as counters and the watchdog call it
@@ -79,6 +82,7 @@ class Communicator:
         self._now = Poster(comm, "I" if bell else "")
         self._later = Poster(comm, "I")
         self._desk: Desk | None = None
+        self._halves: HalfSums | None = None
 
     # Collectives
 
@@ -113,8 +117,9 @@ class Communicator:
         """Return the own rows of the sum of the ranks' ``x``, cut along dim 0.
 
         Every rank gets equally many rows unless ``counts`` gives the rows of each. They
-        are in ``out``, which may be those rows of ``x``, or in a new array. Raises
-        ShapeError if the rows cannot be cut that way or ``out`` has another shape.
+        are in ``out``, which may be those rows of ``x``, or in a new array; sums of
+        16-bit floats may go to a float32 ``out``. Raises ShapeError if the rows cannot
+        be cut that way or ``out`` has another shape.
         """
         return self._reduce_scatter(x, counts, out, self._now).wait()
 
@@ -220,8 +225,9 @@ class Communicator:
 
     def free(self) -> None:
         """Free the MPI communicator; collective over its ranks."""
-        if self._desk is not None:
-            self._desk.free()
+        for part in (self._desk, self._halves):
+            if part is not None:
+                part.free()
         self.mpi.Free()
 
     # How it is done
@@ -252,7 +258,8 @@ class Communicator:
         return x
 
     def _all_reduce(self, x: Array, op: str, poster: Poster) -> Handle:
-        kind, mpi_op = reduction(x.dtype, op)
+        half = op == "sum" and is_half(x.dtype)
+        kind, mpi_op = (None, None) if half else reduction(x.dtype, op)
         sent = ring_reduce_bytes(x.size, x.itemsize, self.size, self.rank)
         flat, handle = self._begin("all_reduce", x, sent)
         segment = segment_of(x, self.mpi)
@@ -260,6 +267,10 @@ class Communicator:
             parts, bounds = segment.parts_at(x), bounds_of(shares(x.size, self.size))
             work = partial(shared.all_reduce, parts, self.rank, bounds, op)
             return self._together(handle, work, x)
+        if half:
+            self._halves = self._halves or HalfSums(self.mpi)
+            posts, follow = self._halves.start(flat, self.chunk_bytes)
+            return handle.launch(posts, lambda: self._put_back(flat, x), follow=follow)
         posts = poster.all_reduce(flat, kind, mpi_op, self.chunk_bytes)
         return handle.launch(posts, lambda: self._put_back(flat, x))
 
@@ -295,28 +306,39 @@ class Communicator:
     def _reduce_scatter(
         self, x: Array, counts: Sequence[int] | None, out: Array, poster: Poster
     ) -> Handle:
-        kind, op = reduction(x.dtype, "sum")
+        half = is_half(x.dtype)
+        kind, op = (None, None) if half else reduction(x.dtype, "sum")
         where = f"reduce_scatter on axis {self.name}"
         if counts is None:
             counts = [even_rows(where, x, self.size)] * self.size
         check_counts(where, counts, self.size, sum(counts), len(x))
         shape = (counts[self.rank], *x.shape[1:])
-        check_out(where, out, shape, x.dtype)
+        wide = half and out is not None and out.dtype == np.float32
+        result_type = out.dtype if wide else x.dtype
+        check_out(where, out, shape, result_type)
         blocks = [count * math.prod(x.shape[1:]) for count in counts]
         sent = x.itemsize * ring_scatter_bytes(blocks, self.rank)
         flat, handle = self._begin("reduce_scatter", x, sent)
         segment = segment_of(x, self.mpi)
         if segment is not None:
             parts, bounds = segment.parts_at(x), bounds_of(blocks)
-            own = np.empty(shape, x.dtype) if out is None else out
+            own = np.empty(shape, result_type) if out is None else out
             flat_own = own.reshape(-1)
             work = partial(shared.reduce_scatter, parts, self.rank, bounds, flat_own)
             return self._together(handle, work, own)
-        own = np.empty(shape, x.dtype)
-        posts = poster.reduce_scatter(
-            flat, own.reshape(-1), blocks, kind, op, self.chunk_bytes
-        )
-        return handle.launch(posts, lambda: self._deliver(own, x, out))
+        own = np.empty(shape, result_type)
+        if not half:
+            posts = poster.reduce_scatter(
+                flat, own.reshape(-1), blocks, kind, op, self.chunk_bytes
+            )
+            return handle.launch(posts, lambda: self._deliver(own, x, out))
+        arrived, _, posts = exchange(poster, flat, blocks, self.rank, self.chunk_bytes)
+
+        def finish() -> Array:
+            add_up(arrived, own.reshape(-1))
+            return self._deliver(own, x, out)
+
+        return handle.launch(posts, finish)
 
     def _together(self, handle: Handle, work: Callable[[], None], x: Array) -> Handle:
         """Let all ranks do ``work``, which makes ``x``, in their shared memory."""

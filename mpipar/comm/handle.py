@@ -12,7 +12,7 @@ from mpipar.comm.counters import Tally
 from mpipar.comm.transport import Array
 from mpipar.errors import CommError
 
-Follow = Callable[[], "tuple[Call, mpi.Request]"]
+Follow = Callable[[], "tuple[Call | None, list[mpi.Request]]"]
 
 
 class Handle:
@@ -20,8 +20,8 @@ class Handle:
 
     ``finish`` makes the result once MPI is done; ``expected`` are the bytes that each
     request must have received, checked where it is given. ``follow`` is for operations
-    in two parts: it is called when the requests are complete, and returns the second
-    part's call and request.
+    in two parts: it is called when the requests are complete, and returns those of the
+    second part, and its call where that is another one.
     """
 
     __slots__ = (
@@ -129,8 +129,8 @@ class Handle:
                 raise CommError(self._complaint(what))
         if self._follow is not None:
             follow, self._follow = self._follow, None
-            self._call, request = follow()
-            self._requests = [request]
+            call, self._requests = follow()
+            self._call = call or self._call
             self._ring()
 
     def _ring(self) -> None:

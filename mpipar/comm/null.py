@@ -8,6 +8,7 @@ from numpy.typing import DTypeLike
 
 from mpipar.comm.transport import Array
 from mpipar.errors import CommError
+from mpipar.ops.half import widen
 
 
 class Finished:
@@ -132,5 +133,5 @@ class NullCommunicator:
 def _deliver(x: Array, out: Array) -> Array:
     if out is None:
         return x
-    out[...] = x
+    out[...] = x if out.dtype == x.dtype else widen(x)
     return out

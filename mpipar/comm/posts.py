@@ -7,7 +7,7 @@ blocking ones. Arrays are flat and contiguous, and the same length on all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -33,6 +33,7 @@ class Poster:
         self._allgather = call("allgather")
         self._allgatherv = call("allgatherv")
         self._alltoall = call("alltoall")
+        self._alltoallv = call("alltoallv")
         self._reduce_scatter = call("reduce_scatter")
         self._reduce = call("reduce")
         self._bcast = call("bcast")
@@ -91,14 +92,44 @@ class Poster:
         if flat.size <= limit:
             yield self._alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
             return
+        n = self._comm.size
+        yield from self._hops(flat.reshape(n, -1), out.reshape(n, -1), limit)
+
+    def exchange(
+        self, flat: np.ndarray, out: np.ndarray, blocks: list[int], limit: int
+    ) -> Posts:
+        """Bytes: block i of ``flat`` goes to rank i, whose ``out`` has what came by
+        rank; above the limit nonblocking."""
+        own = [blocks[self._comm.rank]] * self._comm.size
+        if flat.size <= limit and out.size <= limit:
+            yield self._alltoallv(
+                [flat, blocks, None, mpi.BYTE], [out, own, None, mpi.BYTE]
+            )
+            return
+        yield from self._hops(list(_split(flat, blocks)), list(_split(out, own)), limit)
+
+    def spread(
+        self, own: np.ndarray, out: np.ndarray, blocks: list[int], limit: int, tag: int
+    ) -> Posts:
+        """Bytes: an all-gather by messages of their own tag, so in any order."""
+        arriving = list(_split(out, blocks))
+        return self._hops([own] * len(arriving), arriving, limit, tag)
+
+    def _hops(
+        self,
+        leaving: Sequence[np.ndarray],
+        arriving: Sequence[np.ndarray],
+        limit: int,
+        tag: int = _EXCHANGE_TAG,
+    ) -> Posts:
+        """leaving[i] goes to rank i, what rank i sends to arriving[i]."""
         n, rank = self._comm.size, self._comm.rank
-        leaving, arriving = flat.reshape(n, -1), out.reshape(n, -1)
         for hop in range(n):
             to, source = (rank + hop) % n, (rank - hop) % n
             for part in pieces(arriving[source], limit):
-                yield self._comm.Irecv([part, mpi.BYTE], source, _EXCHANGE_TAG)
+                yield self._comm.Irecv([part, mpi.BYTE], source, tag)
             for part in pieces(leaving[to], limit):
-                yield self._comm.Isend([part, mpi.BYTE], to, _EXCHANGE_TAG)
+                yield self._comm.Isend([part, mpi.BYTE], to, tag)
 
 
 def pieces(flat: np.ndarray, limit: int) -> list[np.ndarray]:

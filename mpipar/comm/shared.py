@@ -20,6 +20,7 @@ import numpy as np
 from mpipar.comm import mpi
 from mpipar.comm.calls import Call, Channel
 from mpipar.errors import ShapeError
+from mpipar.ops.half import add_up, is_half
 
 # From here on it gains with either MPI library. Fixed, not measured at run
 # time: the order of a sum, and so its last bits, depends on the way that is taken.
@@ -156,10 +157,10 @@ class Desk:
         self._queue.append(work)
         return self._arrival.Ibarrier()
 
-    def follow(self, work: Work) -> tuple[Call, mpi.Request]:
+    def follow(self, work: Work) -> tuple[Call, list[mpi.Request]]:
         """Do ``work``, whose first request is complete, and what came before it.
 
-        Return the call and the request that complete when all ranks have done it.
+        Return the call and the requests that complete when all ranks have done it.
         """
         while work.departure is None:
             first = self._queue.popleft()
@@ -167,7 +168,7 @@ class Desk:
             now = time.perf_counter()
             first.call = self._departures.enter(first.op, first.nbytes, now)
             first.departure = self._departure.Ibarrier()
-        return work.call, work.departure
+        return work.call, [work.departure]
 
     def free(self) -> None:
         """Free the communicator; collective."""
@@ -183,10 +184,14 @@ def all_reduce(
     so all ranks can do this at the same time, and then hold the same bits.
     """
     first, *others = parts
+    half = is_half(first.dtype)
     for piece in _blocks(bounds[rank], bounds[rank + 1], first.itemsize):
         total = first[piece]
-        for other in others:
-            _OPERATIONS[op](total, other[piece], out=total)
+        if half:
+            add_up([part[piece] for part in parts], total)
+        else:
+            for other in others:
+                _OPERATIONS[op](total, other[piece], out=total)
         for other in others:
             other[piece] = total
 
@@ -196,9 +201,13 @@ def reduce_scatter(
 ) -> None:
     """Sum the own stretch of all ``parts`` in rank order into ``out``.
 
-    ``out`` may be that stretch of the own part.
+    ``out`` may be that stretch of the own part; 16-bit floats may go to float32.
     """
     begin = bounds[rank]
+    if is_half(parts[0].dtype):
+        stretch = slice(begin, bounds[rank + 1])
+        add_up([part[stretch] for part in parts], out)
+        return
     scratch = np.empty(_BLOCK_BYTES // out.itemsize, out.dtype)
     for piece in _blocks(begin, bounds[rank + 1], out.itemsize):
         total = scratch[: piece.stop - piece.start]

@@ -1,0 +1,69 @@
+"""Sums of 16-bit floats, which MPI cannot make: bits travel, ranks add in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpipar.comm import mpi
+from mpipar.comm.counters import shares
+from mpipar.comm.datatypes import as_bytes
+from mpipar.comm.posts import Poster, Posts
+from mpipar.ops.half import add_up
+
+_TAGS = 1 << 15
+
+
+class HalfSums:
+    """All-reduces on the ranks of one communicator.
+
+    Each rank is sent its share of every array, adds up and sends its sum to all: as
+    many bytes as in a ring, and each sum is rounded once. The second half begins when
+    a rank has its first, so in any order: it has messages and tags of its own.
+    """
+
+    def __init__(self, comm: mpi.Comm) -> None:
+        self._later = Poster(comm, "I")
+        self._comm = comm.Dup()
+        self._back = Poster(self._comm, "I")
+        self._count = 0
+
+    def start(
+        self, flat: np.ndarray, limit: int
+    ) -> tuple[Posts, Callable[[], tuple[None, list[mpi.Request]]]]:
+        """The MPI calls of both halves; ``flat`` is summed in place."""
+        lengths = shares(flat.size, self._comm.size)
+        arrived, blocks, posts = exchange(
+            self._later, flat, lengths, self._comm.rank, limit
+        )
+        tag = self._count % _TAGS
+        self._count += 1
+
+        def follow() -> tuple[None, list[mpi.Request]]:
+            own = np.empty(arrived.shape[1], flat.dtype)
+            add_up(arrived, own)
+            whole = as_bytes(flat)
+            return None, list(
+                self._back.spread(as_bytes(own), whole, blocks, limit, tag)
+            )
+
+        return posts, follow
+
+    def free(self) -> None:
+        """Free the communicator; collective."""
+        self._comm.Free()
+
+
+def exchange(
+    poster: Poster, flat: np.ndarray, lengths: list[int], rank: int, limit: int
+) -> tuple[np.ndarray, list[int], Posts]:
+    """Send each rank its stretch of ``flat``.
+
+    Return where those for this rank arrive, (ranks, items), the bytes of each stretch,
+    and the MPI calls.
+    """
+    arrived = np.empty((len(lengths), lengths[rank]), flat.dtype)
+    blocks = [length * flat.itemsize for length in lengths]
+    incoming = as_bytes(arrived.reshape(-1))
+    return arrived, blocks, poster.exchange(as_bytes(flat), incoming, blocks, limit)
