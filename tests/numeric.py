@@ -63,3 +63,18 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     """The float32 numbers of bf16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_half(x: np.ndarray, kind: str) -> np.ndarray:
+    """float32 numbers rounded to "bf16" (bits) or "fp16"."""
+    if kind == "bf16":
+        return to_bf16(x)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16)
+
+
+def from_half(x: np.ndarray) -> np.ndarray:
+    """The float32 numbers of a 16-bit array; others as they are."""
+    if x.dtype == np.uint16:
+        return from_bf16(x)
+    return x.astype(np.float32) if x.dtype == np.float16 else x

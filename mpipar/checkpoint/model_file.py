@@ -185,7 +185,8 @@ def _load(h5: h5py.File, p: Parameter, ops: Ops) -> str | None:
     if saved.dtype.kind != "f":
         return f"{p.name} has type {saved.dtype}, expected a floating-point one"
     try:
-        p.data[...] = ops.asarray(saved[tuple(slice(lo, hi) for lo, hi in p.box)])
+        part = saved[tuple(slice(lo, hi) for lo, hi in p.box)]
+        ops.store(ops.asarray(part).astype(ops.dtype, copy=False), p.data)
     except OSError as problem:
         return f"{p.name} cannot be read: {problem}"
     return None

@@ -38,11 +38,12 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
 
         from mpipar.bench.workload import Workload
         from mpipar.engine import open_grid
+        from mpipar.ops import bf16_obstacle
 
         grid, ops = open_grid(recipe, world)
         with grid:
-            if ops.precision != recipe.train.precision:
-                raise DeviceError(f"{recipe.train.precision} cannot be had here")
+            if ops.precision == "bf16" and (reason := bf16_obstacle()):
+                raise DeviceError(reason)
             threads = int(os.environ["OMP_NUM_THREADS"])
             facts = {"mpi": mpi_library(), "numpy": np.__version__, "threads": threads}
             turns.serve(Workload(recipe, grid, ops).step, facts)

@@ -53,7 +53,7 @@ def collect(mpi_size: int) -> Facts:
         numpy=importlib.import_module("numpy").__version__,
         blas=_blas(),
         numba=_version("numba"),
-        bf16_obstacle=bf16_obstacle("cpu"),
+        bf16_obstacle=bf16_obstacle(),
         h5py=h5py and h5py.__version__,
         hdf5=h5py and h5py.version.hdf5_version,
         file_locking=os.environ.get("HDF5_USE_FILE_LOCKING", ""),

@@ -142,10 +142,18 @@ class Train(Section):
         description="sequences per data rank in one forward pass; "
         "0 = global_batch / data",
     )
-    precision: Literal["fp64", "fp32", "bf16"] = Field(
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="type of all floats; bf16 = fp32 with matrix products of bf16 "
-        "numbers, on CPUs that have them",
+        description="type of all floats; bf16, fp16 = weights, their gradients and "
+        "what products read in 16 bits, with fp32 sums, moments and master weights",
+    )
+    loss_scale: AboveZero = Field(
+        65536.0,
+        description="fp16 only: what the loss is multiplied by at first; halved when "
+        "a gradient overflows",
+    )
+    loss_scale_window: Positive = Field(
+        2000, description="fp16 only: good steps in a row after which it is doubled"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

@@ -22,6 +22,7 @@ from mpipar.pipeline.executor import Executor, peak_saved
 from mpipar.pipeline.schedules import forward_only, single_stage
 from mpipar.zero.adamw import AdamW, Hyper
 from mpipar.zero.cost import state_bytes
+from mpipar.zero.loss_scale import LossScale
 from mpipar.zero.state import TrainingState
 
 
@@ -32,6 +33,7 @@ class StepResult:
     loss       mean over the valid tokens of the global batch, nats per token
     grad_norm  global norm before clipping
     updated    False where the norm was not finite and the step was skipped
+    loss_scale what the loss was multiplied by, 1 but in fp16
     stop       how many ranks asked to stop
     """
 
@@ -39,6 +41,7 @@ class StepResult:
     grad_norm: float
     lr: float
     updated: bool
+    loss_scale: float
     stop: int
 
 
@@ -65,10 +68,14 @@ class Engine:
                 block.forget()
         self.state = self._make_state()
         self.flat = self.state.flat
-        self.state.values.initialize(recipe.train.seed)
+        self.state.initialize(recipe.train.seed)
         o = recipe.optimizer
         hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
         self.optimizer = AdamW(self.state.pieces(), ops, hyper)
+        self.loss_scale = LossScale()
+        if ops.precision == "fp16":
+            train = recipe.train
+            self.loss_scale = LossScale(train.loss_scale, train.loss_scale_window)
         units = self.model.units
         again = range(1, len(units) - 1) if recipe.train.recompute == "full" else ()
         self.executor = Executor(units, self.state, again)
@@ -92,20 +99,26 @@ class Engine:
             partials=partials,
             prefetch=parallel.prefetch,
             bucket_bytes=parallel.bucket_mb * 2**20,
+            accumulation=self.recipe.accumulation,
         )
 
     def gradients(self, batches: Sequence[Batch], valid: int) -> float:
-        """Fills the flat gradient with the sum over all axes; this rank's loss sum.
+        """Fills the gradients with the sum over all axes; this rank's loss sum.
+
+        They are those of the loss times `loss_scale.value`.
 
         batches  micro-batches of this data rank;  valid  labels of the whole step
         """
         self.state.gradients.begin()
-        losses = self.executor.run(
-            single_stage(len(batches)),
-            [self._tokens(b) for b in batches],
-            [self._step(b, valid, training=True) for b in batches],
-        )
-        self.state.gradients.finish()
+        # With a loss scale an overflow is part of the search for the largest one.
+        quiet = "warn" if self.loss_scale.is_fixed else "ignore"
+        with np.errstate(over=quiet, invalid=quiet):
+            losses = self.executor.run(
+                single_stage(len(batches)),
+                [self._tokens(b) for b in batches],
+                [self._step(b, valid, training=True) for b in batches],
+            )
+            self.state.gradients.finish()
         return sum(losses)
 
     def step(
@@ -114,12 +127,14 @@ class Engine:
         """One optimizer step; `stop` tells others that this rank wants to end."""
         loss = self.gradients(batches, valid)
         norm, loss, stops = self._agree(loss, stop)
-        lr = learning_rate(self.recipe, self.number)
-        updated = self.optimizer.update(lr, norm)
+        lr, scale = learning_rate(self.recipe, self.number), self.loss_scale.value
+        updated = self.optimizer.update(lr, norm, scale)
         if updated:
-            self.state.values.changed()
+            self.state.updated()
+        self.loss_scale.note(good=updated)
         self.number += 1
-        return StepResult(float(loss / max(valid, 1)), norm, lr, updated, stops)
+        loss = float(loss / max(valid, 1))
+        return StepResult(loss, norm, lr, updated, scale, stops)
 
     def step_flops(self) -> int:
         """FLOPs of one step on this rank, by formula: three times forward."""
@@ -162,7 +177,7 @@ class Engine:
         square = self.optimizer.square_norm(copies.rank, copies.size)
         values = np.array([square, self._counted(loss), float(stop)])
         square, loss, stops = self.grid.world.all_reduce(values).tolist()
-        return square**0.5, loss, int(stops)
+        return square**0.5 / self.loss_scale.value, loss, int(stops)
 
     def _counted(self, loss: float) -> float:
         """Ranks of tp hold the same loss: only the first counts."""
@@ -177,6 +192,7 @@ class Engine:
             valid=valid,
             number=self.number,
             seed=self.recipe.train.seed,
+            loss_scale=self.loss_scale.value,
             training=training,
         )
 

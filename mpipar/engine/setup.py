@@ -7,14 +7,11 @@ from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler, Tokenizer, load_tokenizer, load_tokens
 from mpipar.errors import ConfigError, DataError, DeviceError
 from mpipar.grid import Grid
-from mpipar.ops import Ops, bf16_obstacle, make_ops
+from mpipar.ops import Ops, make_ops
 
 
 def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
     """The rank grid and this rank's ops; the caller closes the grid.
-
-    Where bf16 is asked for and a rank cannot have it, all ranks get fp32 ops; their
-    `precision` tells.
 
     world    MPI communicator of all ranks
     Raises   DeviceError on all ranks together where one has not the device
@@ -28,8 +25,6 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
         timeout_s=recipe.log.timeout_s,
         transport=Host() if device == "cpu" else Staged(),
     )
-    if precision == "bf16" and any(grid.world.all_gather_obj(bf16_obstacle(device))):
-        precision = "fp32"
     # The first run on a node compiles kernels: one rank does, the others find them.
     if grid.node_rank > 0:
         grid.world.barrier()

@@ -44,7 +44,7 @@ def run_generation(
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         ids = _encode(prompt, tokenizer, recipe.model, grid.world)
         model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
-        flat = FlatState(list(model.unit_parameters()), ops)
+        flat = FlatState(list(model.unit_parameters()), ops, gradients=False)
         _load(file, flat, grid)
         stream = generate(
             model, ops, ids, recipe.model.context,
@@ -162,7 +162,6 @@ def _load(file: Path, flat: FlatState, grid: Any) -> None:
     error: Exception | None = None
     try:
         load_weights(file, flat.parameters, flat.ops)
-        flat.refresh()
     except (MpiparError, OSError) as problem:
         error = problem
     raise_together(error, grid.world)

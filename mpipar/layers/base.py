@@ -34,6 +34,7 @@ class Step:
     labels      (b, s) target ids, negative where there is none; None in generation
     valid       valid labels in the whole step, over all ranks and micro-batches
     number      optimizer step;  seed  of the run: both select the dropout masks
+    loss_scale  what the loss is multiplied by in the backward pass
     training    False switches dropout off
     cache       keys and values of earlier positions, in generation
     """
@@ -44,6 +45,7 @@ class Step:
     valid: int = 1
     number: int = 0
     seed: int = 0
+    loss_scale: float = 1.0
     training: bool = True
     cache: "KeyValueCache | None" = None
 

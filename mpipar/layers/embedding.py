@@ -83,7 +83,8 @@ class Embedding(Layer):
         first = self.token.box[0][0]
         x = self.stream.enter(self.ops.embedding_fwd(ids, self.token.data, first=first))
         if self.position is not None:
-            x += self.position.data[self.stream.positions(step.positions)]
+            rows = self.stream.positions(step.positions)
+            self.ops.add_positions(x, self.position.data, rows)
         x, dropout = self.dropout.forward(x, step)
         return x, EmbeddingSaved(ids, dropout, step)
 
@@ -94,7 +95,7 @@ class Embedding(Layer):
         if self.position is not None:
             # x = E[id] + P[position]: every sequence adds to the same rows.
             rows = self.stream.positions(saved.step.positions)
-            self.position.grad[rows] += dy.sum(axis=0)
+            self.ops.positions_dw(dy, rows, self.position.grad)
         return None, EmbeddingLeft(self.stream.enter_backward(dy), saved.ids)
 
     def backward_weight(self, left: EmbeddingLeft) -> None:

@@ -26,10 +26,11 @@ class VocabLoss(Layer):
     """L = Σ_tokens (log Σ_v exp z − z[label]), tokens without a label left out.
 
     Returns the sum over this micro-batch as a Python float; the gradient is that of the
-    sum divided by `step.valid`, the number of valid labels of the whole step.
+    sum divided by `step.valid`, the number of valid labels of the whole step, times
+    `step.loss_scale`.
 
     Shapes    z (b, s, v/tp), overwritten;  labels (b, s)
-    Backward  dz = (softmax(z) − onehot(label))/valid, zero where there is no label
+    Backward  dz = (softmax(z) − onehot(label))·scale/valid, zero without a label
     Saves     exp(z − max): b·s·v/tp items; Σ: b·s items; target columns: 8·b·s bytes
     Moves     all-reduce (max) of b·s items and all-reduce (sum) of 2·b·s items, forward
     Flops     none counted
@@ -54,7 +55,8 @@ class VocabLoss(Layer):
 
     def backward_input(self, dy: Any, saved: LossSaved) -> tuple[Array, None]:
         labels = saved.step.labels
-        seed = (labels.reshape(-1) >= 0) / max(saved.step.valid, 1)
+        factor = saved.step.loss_scale / max(saved.step.valid, 1)
+        seed = (labels.reshape(-1) >= 0) * factor
         dz = self.ops.xent_dx(
             saved.e, saved.total, saved.local, seed.astype(self.ops.dtype)
         )

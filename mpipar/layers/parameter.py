@@ -31,7 +31,6 @@ class Parameter:
               once per step; "" where the gradient is complete or the tensor is cut
     owner     False on ranks that hold a copy which another rank of tp already counts
     data, grad   arrays of the box's shape, views of a flat buffer once bound
-    operand      the values as matrix products read them; `data` itself unless 16-bit
     """
 
     name: str
@@ -43,7 +42,6 @@ class Parameter:
     owner: bool = True
     data: Array = field(default=None, repr=False)
     grad: Array = field(default=None, repr=False)
-    operand: Array = field(default=None, repr=False)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -105,11 +103,6 @@ class Stack:
     def data(self) -> Array:
         """The values as one array."""
         return _joined([p.data for p in self.parts])
-
-    @property
-    def operand(self) -> Array:
-        """The values as one array that matrix products read."""
-        return _joined([p.operand for p in self.parts])
 
     @property
     def grad(self) -> Array:

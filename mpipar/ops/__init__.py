@@ -9,38 +9,45 @@ from mpipar.ops.base import Ops
 
 __all__ = ["Ops", "bf16_obstacle", "make_ops"]
 
-_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "float32"}
+# Compute type and 16-bit type of each precision
+_TYPES = {
+    "fp64": ("float64", None),
+    "fp32": ("float32", None),
+    "bf16": ("float32", "bf16"),
+    "fp16": ("float32", "fp16"),
+}
 
 
 def make_ops(device: str, precision: str, node_rank: int = 0) -> Ops:
     """The ops of a device ("cpu", "cuda", or "auto": CUDA where CuPy finds one).
 
-    precision   "fp64", "fp32", or "bf16": float32 with bf16 matrix products
+    precision   "fp64", "fp32", or mixed "bf16" and "fp16" (`Ops`)
     node_rank   place among the ranks of the node; they take its devices in turn
-    Raises      DeviceError where "cuda" or "bf16" is asked for and cannot be had
+    Raises      DeviceError where "cuda" is asked for and cannot be had
     """
-    dtype = _DTYPES[precision]
+    dtype, half = _TYPES[precision]
     if _chosen(device) == "cuda":
         from mpipar.ops.cupy_ops import CupyOps
 
-        return CupyOps(dtype, node_rank)
+        return CupyOps(dtype, node_rank, half)
     if importlib.util.find_spec("numba") is None:
-        return Ops(np, dtype)
-    if precision == "bf16":
+        return Ops(np, dtype, half)
+    if half is None:
+        from mpipar.ops.numpy_ops import NumpyOps
+
+        return NumpyOps(dtype, claim_threads())
+    if half == "bf16" and bf16_obstacle() is None:
         from mpipar.ops.bf16_ops import Bf16Ops
 
         return Bf16Ops(claim_threads())
-    from mpipar.ops.numpy_ops import NumpyOps
+    from mpipar.ops.half_ops import HalfOps
 
-    return NumpyOps(dtype, claim_threads())
+    return HalfOps(half, claim_threads())
 
 
-def bf16_obstacle(device: str) -> str | None:
-    """Why "bf16" cannot be had on this device, and what to do; None where it can."""
-    if _chosen(device) == "cuda":
-        return (
-            'bf16 products are for CPUs in this version; use train.precision = "fp32"'
-        )
+def bf16_obstacle() -> str | None:
+    """Why this CPU's products of bf16 numbers go through fp32, which is slow, and what
+    to do; None where they do not."""
     if importlib.util.find_spec("numba") is None:
         return "bf16 products need numba, which is not installed: pip install numba"
     from mpipar.ops.onednn import why_not

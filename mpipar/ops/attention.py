@@ -25,7 +25,7 @@ DropoutTile = Callable[[slice, slice, slice, slice], Array]
 
 
 class AttentionOps:
-    """The attention operations of `Ops`, which gives it xp, dtype and a scratch.
+    """The attention operations of `Ops`, which gives them xp, dtype and 16-bit arrays.
 
     Shapes   q, o (b, s, n, h);  k, v (b, t, g, h), g divides n, t ≥ s;  lse (b, n, s).
              Query i stands at key position offset + i and sees keys 0 .. offset + i.
@@ -33,6 +33,8 @@ class AttentionOps:
 
     xp: Any
     dtype: np.dtype
+    wide: Callable[[Array], Array]
+    operand: Callable[[Array], Array]
 
     def attention_fwd(
         self,
@@ -77,7 +79,7 @@ class AttentionOps:
                 acc /= total
                 out[block][..., rows, :] = acc
                 stats[block][..., rows] = (peak + xp.log(total))[..., 0]
-        return o, lse
+        return self.operand(o), lse
 
     def attention_bwd(
         self,
@@ -101,7 +103,7 @@ class AttentionOps:
         and dS = P∘(m∘(do vᵀ) − D).
         """
         xp, g = self.xp, k.shape[2]
-        queries, outputs, douts = (_by_group(x, g) for x in (q, o, do))
+        queries, outputs, douts = (_by_group(x, g) for x in (q, self.wide(o), do))
         keys, values, dqs, dks, dvs = (_by_group(x, g) for x in (k, v, dq, dk, dv))
         stats = lse.reshape(*queries.shape[:4])[..., None]
         dk[...] = 0.0

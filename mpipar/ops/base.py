@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.attention import AttentionOps
+from mpipar.ops.half import HALVES, NAMES, narrow, widen
+from mpipar.ops.norm import NormOps
 from mpipar.ops.random import RandomOps
 
 Array = Any
@@ -24,33 +26,63 @@ GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
 GELU_TANH_CUBIC = 0.044715
 
 
-class Ops(AttentionOps, RandomOps):
-    """Array maths on one device in one floating-point type.
+class Ops(AttentionOps, NormOps, RandomOps):
+    """Array maths on one device in one precision.
 
-    xp      array module, NumPy or CuPy
-    dtype   type of weights and activations, float32 or float64
+    xp              array module, NumPy or CuPy
+    dtype           compute type, float32 or float64: of sums, of the residual stream
+                    and of its gradient
+    half            "bf16" or "fp16" for mixed precision (Micikevicius et al. 2018)
+    operand_dtype   the 16-bit type of mixed precision, else dtype: type of weights, of
+                    their gradients, and of arrays that only matrix products read
+
+    Weights may be of either type wherever an op takes some. Gradients too; a sum that
+    is added to them is rounded once.
     """
 
-    def __init__(self, xp: ModuleType = np, dtype: str = "float64") -> None:
+    def __init__(
+        self, xp: ModuleType = np, dtype: str = "float64", half: str | None = None
+    ) -> None:
         self.xp = xp
-        self.dtype = np.dtype(dtype)
+        self.dtype = self.operand_dtype = np.dtype(dtype)
+        if half is not None:
+            self.operand_dtype = HALVES[half]
 
     @property
     def precision(self) -> str:
-        """What the recipe calls it: fp64, fp32 or bf16."""
-        if self.operand_dtype != self.dtype:
-            return "bf16"
-        return "fp64" if self.dtype == np.float64 else "fp32"
+        """What the recipe calls it: fp64, fp32, bf16 or fp16."""
+        return NAMES.get(self.operand_dtype, f"fp{8 * self.dtype.itemsize}")
 
     @property
-    def operand_dtype(self) -> np.dtype:
-        """Type of arrays that only matrix products read."""
-        return self.dtype
+    def is_mixed(self) -> bool:
+        """True where the operand type is a smaller one than the compute type."""
+        return self.operand_dtype != self.dtype
 
     def operand(self, x: Array, out: Array | None = None) -> Array:
-        """x as matrix products take it, in `out` or a new array; x itself where it is
-        of their type."""
-        return x
+        """x in the operand type, in `out` or a new array; x itself where it is."""
+        if out is None:
+            if x.dtype == self.operand_dtype:
+                return x
+            out = self.empty_operand(x.shape)
+        return self.store(x, out)
+
+    def wide(self, x: Array) -> Array:
+        """x in the compute type; x itself where it is."""
+        return widen(x)
+
+    def store(self, x: Array, out: Array) -> Array:
+        """out = x, of the compute type or that of out; returns out."""
+        if x.dtype == out.dtype:
+            out[...] = x
+            return out
+        return narrow(x, out)
+
+    def add_to(self, grad: Array, x: Array) -> None:
+        """grad += x, rounded once."""
+        if grad.dtype == x.dtype:
+            grad += x
+        else:
+            narrow(widen(grad) + x, grad)
 
     def empty_operand(self, shape: tuple[int, ...]) -> Array:
         """An uninitialised array of the operand type."""
@@ -101,28 +133,29 @@ class Ops(AttentionOps, RandomOps):
         self, x: Array, w: Array, b: Array | None = None, onto: Array | None = None
     ) -> Array:
         """y = x Wᵀ + b + onto.   x (..., d), W (f, d), b (f,), onto and y (..., f)"""
-        y = self.xp.matmul(x.reshape(-1, x.shape[-1]), w.T)
+        y = self.xp.matmul(self.wide(x.reshape(-1, x.shape[-1])), self.wide(w).T)
         return self.add_residual(y.reshape(*x.shape[:-1], w.shape[0]), b, onto)
 
     def add_residual(self, y: Array, b: Array | None, onto: Array | None) -> Array:
         """y += b + onto, those that there are; returns y.   y, onto (..., f), b (f,)"""
         for summand in (b, onto):
             if summand is not None:
-                y += summand
+                y += self.wide(summand)
         return y
 
     def linear_dx(self, dy: Array, w: Array) -> Array:
         """dx = dy W.   dy (..., f), W (f, d)  →  (..., d)"""
-        dx = self.xp.matmul(dy.reshape(-1, dy.shape[-1]), w)
+        dx = self.xp.matmul(self.wide(dy.reshape(-1, dy.shape[-1])), self.wide(w))
         return dx.reshape(*dy.shape[:-1], w.shape[1])
 
     def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
         """dW += Σ_tokens dyᵀ x.   dy (..., f), x (..., d), dW (f, d)"""
-        dw += self.xp.matmul(dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]))
+        dy, x = (self.wide(a.reshape(-1, a.shape[-1])) for a in (dy, x))
+        self.add_to(dw, self.xp.matmul(dy.T, x))
 
     def linear_db(self, dy: Array, db: Array) -> None:
         """db += Σ_tokens dy.   dy (..., f), db (f,)"""
-        db += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
+        self.add_to(db, self.wide(dy.reshape(-1, dy.shape[-1])).sum(axis=0))
 
     # --- activations ------------------------------------------------------------------
 
@@ -135,27 +168,28 @@ class Ops(AttentionOps, RandomOps):
             z = GELU_TANH_SCALE * (x + GELU_TANH_CUBIC * x**3)
             t = self.xp.tanh(z)
             dz = GELU_TANH_SCALE * (1.0 + 3.0 * GELU_TANH_CUBIC * x**2)
-            return 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * dz
+            slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * dz
+            return self.operand(0.5 * x * (1.0 + t)), self.operand(slope)
         phi = 0.5 * (1.0 + self.erf(x / math.sqrt(2.0)))
         density = self.xp.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
-        return x * phi, phi + x * density
+        return self.operand(x * phi), self.operand(phi + x * density)
 
     def gelu_dx(self, dy: Array, slope: Array) -> Array:
-        """dx = dy · slope; overwrites and returns dy."""
-        dy *= slope
-        return dy
+        """dx = dy · slope, an operand; overwrites dy."""
+        dy *= self.wide(slope)
+        return self.operand(dy)
 
     def swiglu_fwd(self, gate: Array, up: Array) -> Array:
         """y = gate σ(gate) · up.   Shazeer 2020, section 2.   (..., f) each"""
-        return gate / (1.0 + self.xp.exp(-gate)) * up
+        return self.operand(gate / (1.0 + self.xp.exp(-gate)) * up)
 
     def swiglu_dx(
         self, dy: Array, gate: Array, up: Array, *, dgate: Array, dup: Array
     ) -> None:
         """Writes dgate = dy·up·σ(1 + gate(1−σ)) and dup = dy·gate·σ."""
         sigma = 1.0 / (1.0 + self.xp.exp(-gate))
-        dgate[...] = dy * up * sigma * (1.0 + gate * (1.0 - sigma))
-        dup[...] = dy * gate * sigma
+        self.store(dy * up * sigma * (1.0 + gate * (1.0 - sigma)), dgate)
+        self.store(dy * gate * sigma, dup)
 
     def erf(self, x: Array) -> Array:
         """The error function, elementwise.
@@ -175,70 +209,6 @@ class Ops(AttentionOps, RandomOps):
             fraction = far + (0.5 * k) / fraction
         tail = 1.0 - self.xp.exp(-far * far) / (fraction * math.sqrt(math.pi))
         return (self.xp.sign(x) * self.xp.where(a < 2.5, series, tail)).astype(x.dtype)
-
-    # --- norms ------------------------------------------------------------------------
-
-    def layernorm_fwd(
-        self, x: Array, gain: Array, bias: Array, *, eps: float
-    ) -> tuple[Array, Array, Array]:
-        """y = (x − μ)·r·gain + bias, r = 1/√(var + eps).   Ba et al. 2016
-
-        Shapes   x (..., d)  →  y (..., d), mean (...), rstd (...)
-        """
-        mean = x.mean(axis=-1)
-        y = x - mean[..., None]
-        rstd = 1.0 / self.xp.sqrt((y * y).mean(axis=-1) + eps)
-        y *= rstd[..., None]
-        y *= gain
-        y += bias
-        return y, mean, rstd
-
-    def layernorm_bwd(
-        self,
-        dy: Array,
-        x: Array,
-        mean: Array,
-        rstd: Array,
-        gain: Array,
-        *,
-        dgain: Array,
-        dbias: Array,
-        onto: Array | None = None,
-    ) -> Array:
-        """dx = r(dŷ − mean(dŷ) − x̂·mean(dŷ·x̂)) + onto, dŷ = dy·gain; adds to dgain,
-        dbias."""
-        hat = (x - mean[..., None]) * rstd[..., None]
-        dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
-        dbias += dy.reshape(-1, x.shape[-1]).sum(axis=0)
-        d = dy * gain
-        c1 = d.mean(axis=-1, keepdims=True)
-        c2 = (d * hat).mean(axis=-1, keepdims=True)
-        return self.add_residual((d - c1 - hat * c2) * rstd[..., None], None, onto)
-
-    def rmsnorm_fwd(self, x: Array, gain: Array, *, eps: float) -> tuple[Array, Array]:
-        """y = x·r·gain, r = 1/√(mean(x²) + eps).   Zhang & Sennrich 2019
-
-        Shapes   x (..., d)  →  y (..., d), rstd (...)
-        """
-        rstd = 1.0 / self.xp.sqrt((x * x).mean(axis=-1) + eps)
-        return x * rstd[..., None] * gain, rstd
-
-    def rmsnorm_bwd(
-        self,
-        dy: Array,
-        x: Array,
-        rstd: Array,
-        gain: Array,
-        *,
-        dgain: Array,
-        onto: Array | None = None,
-    ) -> Array:
-        """dx = r(dŷ − x̂·mean(dŷ·x̂)) + onto with dŷ = dy·gain; adds to dgain."""
-        hat = x * rstd[..., None]
-        dgain += (dy * hat).reshape(-1, x.shape[-1]).sum(axis=0)
-        d = dy * gain
-        c2 = (d * hat).mean(axis=-1, keepdims=True)
-        return self.add_residual((d - hat * c2) * rstd[..., None], None, onto)
 
     # --- positions --------------------------------------------------------------------
 
@@ -274,7 +244,7 @@ class Ops(AttentionOps, RandomOps):
         """
         local = ids - first
         inside = (local >= 0) & (local < table.shape[0])
-        x = table[self.xp.where(inside, local, 0)]
+        x = self.wide(table[self.xp.where(inside, local, 0)])
         x[~inside] = 0.0
         return x
 
@@ -296,12 +266,24 @@ class Ops(AttentionOps, RandomOps):
         ordered = index[order]
         starts = xp.flatnonzero(xp.diff(ordered, prepend=ordered[:1] - 1))
         if xp is np:
-            target[ordered[starts]] += np.add.reduceat(rows[order], starts, axis=0)
-            return
-        sums = xp.cumsum(rows[order].astype(xp.float64), axis=0)
-        ends = xp.append(starts[1:], ordered.size) - 1
-        totals = xp.diff(sums[ends], axis=0, prepend=xp.zeros_like(sums[:1]))
-        target[ordered[starts]] += totals.astype(target.dtype)
+            totals = np.add.reduceat(rows[order], starts, axis=0)
+        else:
+            sums = xp.cumsum(rows[order].astype(xp.float64), axis=0)
+            ends = xp.append(starts[1:], ordered.size) - 1
+            totals = xp.diff(sums[ends], axis=0, prepend=xp.zeros_like(sums[:1]))
+        changed = target[ordered[starts]]
+        self.add_to(changed, totals.astype(self.dtype))
+        target[ordered[starts]] = changed
+
+    def add_positions(self, x: Array, table: Array, rows: Array) -> None:
+        """x += table[rows].   x (b, s, d), table (context, d), rows (s,) distinct"""
+        x += self.wide(table[rows])
+
+    def positions_dw(self, dy: Array, rows: Array, dtable: Array) -> None:
+        """dtable[rows] += Σ_b dy.   dy (b, s, d), rows (s,) distinct"""
+        changed = dtable[rows]
+        self.add_to(changed, dy.sum(axis=0))
+        dtable[rows] = changed
 
     # --- loss -------------------------------------------------------------------------
 
@@ -327,14 +309,14 @@ class Ops(AttentionOps, RandomOps):
         return logits.sum(axis=-1), target
 
     def xent_dx(self, e: Array, total: Array, local: Array, seed: Array) -> Array:
-        """dlogits = seed·(e/total − onehot); overwrites and returns e.
+        """dlogits = seed·(e/total − onehot), an operand; overwrites e.
 
         Shapes   e (T, v), total (T,), local (T,), seed (T,)
         """
         e *= (seed / total)[:, None]
         rows = self.xp.flatnonzero((local >= 0) & (local < e.shape[1]))
         e[rows, local[rows]] -= seed[rows]
-        return e
+        return self.operand(e)
 
     # --- optimizer --------------------------------------------------------------------
 
@@ -342,7 +324,7 @@ class Ops(AttentionOps, RandomOps):
         """Σ x² in float64."""
         total = 0.0
         for lo in range(0, x.size, 1 << 16):
-            block = x[lo : lo + (1 << 16)].astype(self.xp.float64)
+            block = self.wide(x[lo : lo + (1 << 16)]).astype(self.xp.float64)
             total += float(self.xp.dot(block, block))
         return total
 
@@ -366,7 +348,7 @@ class Ops(AttentionOps, RandomOps):
         weight, grad, m, v  flat arrays of equal size; weight, m and v are overwritten
         step                1 for the first update;  scale  of the gradient (clipping)
         """
-        g = grad * scale
+        g = self.wide(grad) * scale
         m *= beta1
         m += (1.0 - beta1) * g
         v *= beta2

@@ -14,7 +14,9 @@ class CupyOps(Ops):
     Raises   DeviceError where CuPy is not installed or finds no device.
     """
 
-    def __init__(self, dtype: str = "float32", node_rank: int = 0) -> None:
+    def __init__(
+        self, dtype: str = "float32", node_rank: int = 0, half: str | None = None
+    ) -> None:
         try:
             import cupy
         except ImportError as error:
@@ -29,7 +31,7 @@ class CupyOps(Ops):
         if count == 0:
             raise DeviceError("CuPy finds no CUDA device")
         cupy.cuda.Device(node_rank % count).use()
-        super().__init__(cupy, dtype)
+        super().__init__(cupy, dtype, half)
 
     def to_host(self, x: Any) -> np.ndarray:
         return self.xp.asnumpy(x)

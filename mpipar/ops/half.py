@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 BF16, FP16 = np.dtype(np.uint16), np.dtype(np.float16)
-NAMES = {BF16: "bf16", FP16: "fp16"}
+HALVES = {"bf16": BF16, "fp16": FP16}
+NAMES = {dtype: name for name, dtype in HALVES.items()}
 _BLOCK = 1 << 15  # items of a block that stays in the cache between two passes
 
 
@@ -32,7 +33,7 @@ def narrow(x: np.ndarray, out: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             out[...] = x
         return out
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = x.astype(np.float32, order="C", copy=False).view(np.uint32)
     rounded = np.right_shift(bits, 16)
     rounded &= 1
     rounded += bits

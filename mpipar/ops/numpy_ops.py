@@ -23,7 +23,7 @@ from mpipar.ops.kernels import (
     random,
 )  # fmt: skip
 from mpipar.ops.kernels.tile import has_registers
-from mpipar.ops.runner import KernelOps, optional, rows_of, spaced_rows
+from mpipar.ops.runner import KernelOps, as_bits, optional, rows_of, spaced_rows
 from mpipar.ops.team import MULTIPLY_ADDS
 
 
@@ -31,10 +31,13 @@ class NumpyOps(KernelOps):
     """Fast CPU ops in the compute type `dtype`, float32 or float64.
 
     threads   that share each operation
+    half      as in `Ops`, for a subclass that multiplies such operands
     """
 
-    def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
-        super().__init__(dtype, threads)
+    def __init__(
+        self, dtype: str = "float32", threads: int = 1, half: str | None = None
+    ) -> None:
+        super().__init__(dtype, threads, half)
         self._gemm = gemm_address(self.dtype.name)
 
     # --- dense products ---------------------------------------------------------------
@@ -49,6 +52,7 @@ class NumpyOps(KernelOps):
         y = np.empty((*x.shape[:-1], w.shape[0]), self.dtype)
         rows, out = rows_of(x), rows_of(y)
         base = None if onto is None else rows_of(onto)
+        b = None if b is None else self.wide(b)
 
         def work(lo: int, hi: int, thread: int) -> None:
             part = None if base is None else base[lo:hi]
@@ -106,7 +110,7 @@ class NumpyOps(KernelOps):
     ) -> np.ndarray:
         if b is None or onto is None:
             return super().add_residual(y, b, onto)
-        self._by_rows(elementwise.add_rows, spaced_rows(y), rows_of(onto), b)
+        self._by_rows(elementwise.add_rows, spaced_rows(y), rows_of(onto), self.wide(b))
         return y
 
     # --- activations ------------------------------------------------------------------
@@ -150,7 +154,7 @@ class NumpyOps(KernelOps):
         y = self.empty_operand(x.shape)
         mean, rstd = (np.empty(x.shape[:-1], self.dtype) for _ in range(2))
         flat = mean.reshape(-1), rstd.reshape(-1)
-        eps = self.dtype.type(eps)
+        eps, gain, bias = self.dtype.type(eps), self.wide(gain), self.wide(bias)
         self._by_rows(norm.layernorm, rows_of(x), gain, bias, eps, rows_of(y), *flat)
         return y, mean, rstd
 
@@ -167,9 +171,10 @@ class NumpyOps(KernelOps):
         onto: np.ndarray | None = None,
     ) -> np.ndarray:
         dx = np.empty(x.shape, self.dtype)
-        inputs = rows_of(dy), rows_of(x), mean.reshape(-1), rstd.reshape(-1), gain
+        statistics = mean.reshape(-1), rstd.reshape(-1)
         self._summed(
-            norm.layernorm_back, *inputs, sums=[dgain, dbias],
+            norm.layernorm_back, rows_of(dy), rows_of(x), *statistics, self.wide(gain),
+            sums=[dgain, dbias],
             after=(*optional(onto, dx), rows_of(dx)),
         )  # fmt: skip
         return dx
@@ -178,7 +183,7 @@ class NumpyOps(KernelOps):
         self, x: np.ndarray, gain: np.ndarray, *, eps: float
     ) -> tuple[np.ndarray, np.ndarray]:
         y, rstd = self.empty_operand(x.shape), np.empty(x.shape[:-1], self.dtype)
-        eps = self.dtype.type(eps)
+        eps, gain = self.dtype.type(eps), self.wide(gain)
         self._by_rows(norm.rmsnorm, rows_of(x), gain, eps, rows_of(y), rstd.reshape(-1))
         return y, rstd
 
@@ -194,8 +199,8 @@ class NumpyOps(KernelOps):
     ) -> np.ndarray:
         dx = np.empty(x.shape, self.dtype)
         self._summed(
-            norm.rmsnorm_back, rows_of(dy), rows_of(x), rstd.reshape(-1), gain,
-            sums=[dgain], after=(*optional(onto, dx), rows_of(dx)),
+            norm.rmsnorm_back, rows_of(dy), rows_of(x), rstd.reshape(-1),
+            self.wide(gain), sums=[dgain], after=(*optional(onto, dx), rows_of(dx)),
         )  # fmt: skip
         return dx
 
@@ -230,6 +235,7 @@ class NumpyOps(KernelOps):
             )
         b, s, n, h = q.shape
         o, lse = self.empty_operand(q.shape), np.empty((b, n, s), self.dtype)
+        bits = as_bits(o)
         scale = self.dtype.type(scale)
         tile = attention.QUERY_TILE
         scores = self.scratch("scores", (self.team.size, tile * attention.KEY_TILE))
@@ -238,7 +244,7 @@ class NumpyOps(KernelOps):
         self.team.share(
             b * k.shape[2],
             lambda lo, hi, thread: attention.attention(
-                self._gemm, q, k, v, o, lse, scale, offset, scores[thread],
+                self._gemm, q, k, v, bits, lse, scale, offset, scores[thread],
                 sums[thread], turned[thread], lo, hi,
             ),
             lse.size * k.shape[1],
@@ -265,7 +271,7 @@ class NumpyOps(KernelOps):
                 do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, scale=scale, dropout=dropout
             )
             return
-        do, o = np.ascontiguousarray(do), np.ascontiguousarray(o)
+        do, o = np.ascontiguousarray(do), as_bits(np.ascontiguousarray(o))
         scale = self.dtype.type(scale)
         tile = attention.QUERY_TILE * attention.KEY_TILE
         scratch = self.scratch("score gradients", (self.team.size, 2, tile))

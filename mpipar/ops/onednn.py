@@ -39,7 +39,7 @@ def why_not() -> str | None:
     if not CPU_FLAGS & _cpu_flags():
         return (
             "bf16 products need a CPU with AVX512-BF16 or AMX, and this one has "
-            'neither; use train.precision = "fp32"'
+            'neither; train.precision = "fp32" is faster here'
         )
     try:
         _library()

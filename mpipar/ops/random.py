@@ -1,6 +1,7 @@
 """Random numbers as array operations: dropout factors and starting weights."""
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,10 +13,11 @@ Array = Any
 
 
 class RandomOps:
-    """The random operations of `Ops`, which gives it xp, dtype and asarray."""
+    """The random operations of `Ops`, which gives it xp, dtype, asarray and store."""
 
     xp: ModuleType
     dtype: np.dtype
+    store: Callable[[Array, Array], Array]
 
     def dropout_scale(
         self,
@@ -54,7 +56,7 @@ class RandomOps:
             axis[dim] = hi - lo
             index = index + (np.arange(lo, hi, dtype=np.int64) * stride).reshape(axis)
         values = self._normals(index.reshape(-1), std, stream_key(seed, name))
-        out[...] = self.asarray(values.reshape(out.shape))
+        self.store(self.asarray(values.reshape(out.shape)), out)
 
     def _normals(self, index: np.ndarray, std: float, key: tuple[int, int]) -> Array:
         """N(0, std²) numbers of global element indices, on the host.   (n,)"""

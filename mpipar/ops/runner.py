@@ -3,13 +3,14 @@
 import ctypes
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpipar.ops.base import Ops
-from mpipar.ops.kernels.compile import load
+from mpipar.ops.half import FP16, is_half
+from mpipar.ops.kernels.compile import kernel_type, load
 from mpipar.ops.team import Team
 
 
@@ -32,18 +33,19 @@ def keep_freed_memory() -> None:
 class KernelOps(Ops):
     """What CPU ops are built on.
 
-    dtype     compute type, float32 or float64
+    dtype     compute type, float32 or float64;  half  as in `Ops`
     threads   that share each operation
     """
 
-    def __init__(self, dtype: str, threads: int) -> None:
-        super().__init__(np, dtype)
+    def __init__(self, dtype: str, threads: int, half: str | None = None) -> None:
+        super().__init__(np, dtype, half)
         keep_freed_memory()
         load(self.dtype, self.operand_dtype)
         self.team = Team(threads)
 
     def _by_rows(self, kernel: Callable, first: np.ndarray, *rest: Any) -> None:
         """kernel(first, *rest, lo, hi) for all rows of `first`, shared by threads."""
+        first, *rest = self._seen(first, *rest)
         self.team.share(
             len(first), lambda lo, hi, _: kernel(first, *rest, lo, hi), first.size
         )
@@ -61,9 +63,14 @@ class KernelOps(Ops):
         Every `chunk` rows have partial sums of their own: rounding errors stay small,
         and results do not depend on the number of threads.
         """
+        inputs, after = self._seen(*inputs), self._seen(*after)
         rows = len(inputs[0])
         chunks = -(-rows // chunk)
-        parts = [np.zeros((chunks, x.size), x.dtype) for x in sums]
+        types = [self.dtype if is_half(x.dtype) else x.dtype for x in sums]
+        parts = [
+            np.zeros((chunks, x.size), dtype)
+            for x, dtype in zip(sums, types, strict=True)
+        ]
 
         def work(first: int, last: int, _: int) -> None:
             for at in range(first, last):
@@ -73,11 +80,22 @@ class KernelOps(Ops):
 
         self.team.share(chunks, work, inputs[0].size)
         for total, part in zip(sums, parts, strict=True):
-            total += part.sum(axis=0)
+            self.add_to(total, part.sum(axis=0))
+
+    def _seen(self, *arguments: Any) -> Sequence[Any]:
+        """What kernels are given: fp16 as int16."""
+        if self.operand_dtype != FP16:
+            return arguments
+        return [as_bits(x) if isinstance(x, np.ndarray) else x for x in arguments]
 
     def _over(self, x: np.ndarray) -> np.ndarray:
         """Where an operand made from x goes: over x itself if of its type."""
         return x if self.operand_dtype == x.dtype else self.empty_operand(x.shape)
+
+
+def as_bits(x: np.ndarray) -> np.ndarray:
+    """A view of the type that kernels take."""
+    return x.view(kernel_type(x.dtype))
 
 
 def rows_of(x: np.ndarray) -> np.ndarray:

@@ -51,6 +51,7 @@ class Metrics:
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "updated": result.updated,
+            "loss_scale": result.loss_scale,
             "tokens": tokens * self.engine.number,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -82,6 +83,7 @@ def memory(engine: Engine) -> dict[str, int]:
     return {
         "params": values.nbytes,
         "grads": gradients.nbytes,
+        "masters": engine.state.masters.nbytes,
         "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
         "unit_buffers": values.buffer_bytes + gradients.buffer_bytes,
         "activations_peak": engine.executor.peak_bytes,

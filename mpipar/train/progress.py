@@ -89,7 +89,11 @@ def describe(line: dict[str, Any]) -> str:
     )
     if "validation_loss" in line:
         text += f"  validation {line['validation_loss']:.4f}"
-    return text if line["updated"] else text + "  skipped: norm is not finite"
+    if line["updated"]:
+        return text
+    if line["loss_scale"] > 1.0:
+        return text + f"  skipped: overflow at loss scale {line['loss_scale']:.0f}"
+    return text + "  skipped: norm is not finite"
 
 
 def make_progress(mode: str, steps: int, every: int, rank: int) -> Progress:

@@ -191,10 +191,11 @@ def _methods(engine: Engine) -> list[str]:
 def _notes(engine: Engine, sampler: Sampler) -> list[str]:
     """What a person should know before the run goes on."""
     notes = [sampler.stream.note] if sampler.stream.note else []
-    train = engine.recipe.train
-    if engine.ops.precision != train.precision:
-        reason = bf16_obstacle(train.device) or "a rank's machine has no bf16 products"
-        notes.append(f"note: {reason}; this run goes on in fp32")
+    precision = engine.ops.precision
+    if precision == "bf16" and engine.ops.on_host and (reason := bf16_obstacle()):
+        notes.append(f"note: {reason}; until then products go through fp32, slowly")
+    if precision == "fp16" and engine.ops.on_host:
+        notes.append("note: CPUs have no fp16 products; they go through fp32, slowly")
     if engine.grid.crosses_nodes("tp"):
         notes.append("note: tensor-parallel groups cross nodes, which is slow")
     return notes

@@ -57,8 +57,12 @@ class AdamW:
             return 1.0
         return min(1.0, self.hyper.clip / (norm + CLIP_EPS))
 
-    def update(self, lr: float, norm: float) -> bool:
-        """One update; False, and nothing changed, where the norm is not finite."""
+    def update(self, lr: float, norm: float, loss_scale: float = 1.0) -> bool:
+        """One update; False, and nothing changed, where the norm is not finite.
+
+        norm         global, of the gradients of the loss itself
+        loss_scale   what the gradients held are multiplied by
+        """
         if not math.isfinite(norm):
             return False
         self.count += 1
@@ -72,7 +76,7 @@ class AdamW:
                 eps=h.eps,
                 decay=h.weight_decay if decays else 0.0,
                 step=self.count,
-                scale=self.clip_factor(norm),
+                scale=self.clip_factor(norm) / loss_scale,
             )
         return True
 

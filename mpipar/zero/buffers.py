@@ -8,13 +8,14 @@ Array = Any
 
 
 class UnitBuffers:
-    """`count` buffers of the size of the largest block, and one for each root unit.
+    """`count` buffers of the size of the largest block, and one for each root unit, of
+    the operand type.
 
     The root is the first and the last unit: embedding and head, which may share a
     weight and are in use for longer than a block. Ranks that reduce or gather together
     reach each other's buffers.
 
-    all    the arrays, in the order that `place` counts them
+    all    the arrays, those of the root first
     root   indices of the root units
     """
 
@@ -24,7 +25,8 @@ class UnitBuffers:
         blocks = self._sizes[1:-1]
         sizes = [self._sizes[index] for index in self.root]
         sizes += [max(blocks)] * min(count, len(blocks)) if blocks else []
-        self.all = [flat.zeros(size, shared=True) for size in sizes]
+        dtype = flat.ops.operand_dtype
+        self.all = [flat.zeros(size, dtype, shared=True) for size in sizes]
         # The place of every block that has one, least recently used first
         self._places: dict[int, int] = {}
         self._free = list(range(len(self.root), len(self.all)))
@@ -58,12 +60,8 @@ class UnitBuffers:
         if index in self._places:
             self._places[index] = self._places.pop(index)
 
-    def place(self, index: int) -> int:
-        """Which of `all` a unit has."""
-        if index in self.root:
-            return self.root.index(index)
-        return self._places[index]
-
     def of(self, index: int) -> Array:
         """The (size,) array of a unit."""
-        return self.all[self.place(index)][: self._sizes[index]]
+        is_root = index in self.root
+        place = self.root.index(index) if is_root else self._places[index]
+        return self.all[place][: self._sizes[index]]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
 
@@ -34,13 +36,10 @@ class Unit:
         """Where one of its equal parts lies in arrays of such a part of the model."""
         return slice(self.begin // parts, (self.begin + self.size) // parts)
 
-    def bind_values(self, data: Array, operand: Array) -> None:
-        """Makes its parameters views of (size,) arrays; None takes the arrays away."""
+    def bind_values(self, data: Array) -> None:
+        """Makes its parameters views of a (size,) array; None takes it away."""
         for p, lo, hi in self.places():
             p.data = None if data is None else data[lo:hi].reshape(p.local_shape)
-            p.operand = (
-                None if operand is None else operand[lo:hi].reshape(p.local_shape)
-            )
 
     def bind_gradients(self, grad: Array) -> None:
         """Makes their gradients views of a (size,) array; None takes it away."""
@@ -76,7 +75,8 @@ class Unit:
 class Piece:
     """A stretch of a unit that this rank's optimizer updates.
 
-    begin, end   in the unit;  data, grad  (end − begin,)
+    begin, end   in the unit
+    data, grad   (end − begin,) values in the compute type, summed gradients
     """
 
     unit: Unit
@@ -89,15 +89,15 @@ class Piece:
 class FlatState:
     """One buffer for values and one for gradients; parameters are views of them.
 
-    data, grad   (size,) in the compute type; None where no rank holds them whole
-    operand      (size,) the values as matrix products read them: `data` itself, or its
-                 16-bit copy, made by `refresh` after every change of the values
-    units        in the order of the forward pass
+    data    (size,) in the operand type; None where no rank holds them whole
+    grad    (size,) in `grad_dtype`; None likewise
+    units   in the order of the forward pass
 
     axis         ranks whose buffers are reduced or gathered together: in host memory
                  they share them, so all of them make it together
     multiple     that every unit is padded to
     values, gradients   False where they are not held whole
+    grad_dtype   of summed gradients; by itself the operand type
     """
 
     def __init__(
@@ -109,46 +109,36 @@ class FlatState:
         multiple: int = 1,
         values: bool = True,
         gradients: bool = True,
+        grad_dtype: np.dtype | None = None,
     ) -> None:
         self.ops, self.axis = ops, axis
+        self.grad_dtype = grad_dtype or ops.operand_dtype
         self.parameters: list[Parameter] = [p for unit in units for p in unit]
         self.units: list[Unit] = []
         self.size = 0
         for parameters in units:
             self.units.append(Unit(parameters, self.size, multiple))
             self.size += self.units[-1].size
-        self.data = self.operand = self.grad = None
+        self.data = self.grad = None
         if values:
             # Padded, it is gathered; else nobody else reads it.
-            self.data = self.zeros(self.size, shared=multiple > 1)
-            self.operand = ops.operand(self.data)
+            shared = multiple > 1
+            self.data = self.zeros(self.size, ops.operand_dtype, shared=shared)
         if gradients:
-            self.grad = self.zeros(self.size, shared=True)
+            self.grad = self.zeros(self.size, self.grad_dtype, shared=True)
         for unit in self.units:
             if values:
-                unit.bind_values(self.data[unit.stretch], self.operand[unit.stretch])
+                unit.bind_values(self.data[unit.stretch])
             if gradients:
                 unit.bind_gradients(self.grad[unit.stretch])
 
-    def zeros(self, size: int, *, shared: bool) -> Array:
+    def zeros(self, size: int, dtype: np.dtype, *, shared: bool) -> Array:
         """(size,) zeros; where `shared`, the ranks of the axis reach each other's."""
         if not shared or self.axis is None or not self.ops.on_host:
-            return self.ops.zeros((size,))
-        return self.axis.shared_zeros(size, self.ops.dtype)
+            return self.ops.xp.zeros(size, dtype)
+        return self.axis.shared_zeros(size, dtype)
 
     def initialize(self, seed: int) -> None:
         """Starting values of every parameter."""
         for p in self.parameters:
             p.initialize(self.ops, seed)
-        self.refresh()
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of the values and of their 16-bit copy."""
-        copy = 0 if self.operand is self.data else self.operand.nbytes
-        return self.data.nbytes + copy
-
-    def refresh(self, stretch: slice = slice(None)) -> None:
-        """Brings `operand` up to date with `data`, or a stretch of it."""
-        if self.operand is not self.data:
-            self.ops.operand(self.data[stretch], out=self.operand[stretch])

@@ -155,7 +155,8 @@ class ShardedGradients:
 
     Backward writes a unit's gradients into one of two buffers of the size of the
     largest block; a reduce-scatter per unit and micro-batch adds them to the own part,
-    while backward fills the other one. The root (first and last unit: embedding and
+    while backward fills the other one. Where there are several micro-batches, the own
+    part is of the compute type. The root (first and last unit: embedding and
     head, which may share a weight) has buffers of its own. Volume a (S−1)/S of the
     gradients a step, and 2 (R−1)/R of a part.
 
@@ -167,7 +168,8 @@ class ShardedGradients:
     ) -> None:
         self.flat, self.shard, self.replicas = flat, shard, replicas
         self.partials = partials
-        self._own = flat.ops.zeros((flat.size // shard.size,))
+        part = flat.size // shard.size
+        self._own = flat.zeros(part, flat.grad_dtype, shared=False)
         self._buffers = UnitBuffers(flat, 2)
         # Where sums of later micro-batches arrive; most runs have one
         self._sums: Array = None
@@ -239,7 +241,8 @@ class ShardedGradients:
     def _beside(self, size: int) -> Array:
         if self._sums is None:
             largest = max(unit.size for unit in self.flat.units)
-            self._sums = self.flat.ops.zeros((largest // self.shard.size,))
+            part, dtype = largest // self.shard.size, self.flat.grad_dtype
+            self._sums = self.flat.zeros(part, dtype, shared=False)
         return self._sums[:size]
 
     def _settle_sums(self) -> None:

@@ -1,15 +1,18 @@
 """Values and gradients of a model in training, by ZeRO stage.
 
-stage   values      gradients   moments     bytes of an fp32 model of Ψ values, S ranks
-0       whole       whole       whole       16 Ψ
-1       whole       whole       a part      8 Ψ + 8 Ψ/S
-2       whole       a part      a part      4 Ψ + 12 Ψ/S
-3       a part      a part      a part      16 Ψ/S
+stage   values      gradients   moments     bytes for Ψ values on S ranks
+                                            fp32              bf16, fp16
+0       whole       whole       whole       16 Ψ              16 Ψ
+1       whole       whole       a part      8 Ψ + 8 Ψ/S       4 Ψ + 12 Ψ/S
+2       whole       a part      a part      4 Ψ + 12 Ψ/S      2 Ψ + 14 Ψ/S
+3       a part      a part      a part      16 Ψ/S            16 Ψ/S
 
-and, from stage 2 on, buffers for what is whole for a moment. With S ranks of N in a
-group, N/S groups hold the same parts (hybrid sharding).
+and, from stage 2 on, buffers for what is whole for a moment. In mixed precision values
+and gradients are 16-bit, and fp32 masters lie with the moments; gradients that are
+summed over several micro-batches are fp32 too, 2 Ψ or 2 Ψ/S more. With S ranks of N in
+a group, N/S groups hold the same parts (hybrid sharding).
 
-Source   Rajbhandari et al. 2020; Zhao et al. 2023
+Source   Rajbhandari et al. 2020; Zhao et al. 2023; Micikevicius et al. 2018
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +29,8 @@ from mpipar.zero.gradients import (
     ScatteredGradients,
     ShardedGradients,
 )
-from mpipar.zero.values import GatheredValues, WholeValues
+from mpipar.zero.masters import Masters
+from mpipar.zero.values import GatheredValues, WholeValues, cut
 
 Array = Any
 # Parts begin at multiples of a cache line, and of what a GPU reads at once.
@@ -41,6 +45,7 @@ class TrainingState(UnitHooks):
     shard      of those of them that share one set of parts; replicas  of those that
                hold the same parts
     partials   communicator of each axis that parameters name as `partial`
+    accumulation   micro-batches of a step
     """
 
     def __init__(
@@ -55,39 +60,55 @@ class TrainingState(UnitHooks):
         partials: Mapping[str, Any],
         prefetch: int = 1,
         bucket_bytes: float = 0.0,
+        accumulation: int = 1,
     ) -> None:
         self.stage = stage if shard.size > 1 else 0
         self.shard = shard if self.stage else None
-        units = list(model.unit_parameters())
+        # Every rank of stage 0 updates all: sums and buffers have the same axis.
+        self.replicas = replicas if self.stage else grad
         sums = Partials(partials, ops.xp)
-        if self.stage == 0:
-            # Every rank updates all: the axis of the sums is that of the buffers.
-            self.replicas = grad
-            self.flat = FlatState(units, ops, grad)
-            self.gradients = BucketedGradients(self.flat, grad, sums, bucket_bytes)
-            self.values = WholeValues(self.flat, None)
-            return
-        self.replicas = replicas
+        item = ops.operand_dtype.itemsize
         self.flat = FlatState(
-            units,
+            list(model.unit_parameters()),
             ops,
-            shard,
-            multiple=shard.size * ALIGNED_BYTES // ops.dtype.itemsize,
+            self.shard or grad,
+            multiple=shard.size * ALIGNED_BYTES // item if self.stage else 1,
             values=self.stage < 3,
             gradients=self.stage < 2,
+            grad_dtype=ops.dtype if accumulation > 1 else ops.operand_dtype,
         )
-        kind = ScatteredGradients if self.stage == 1 else ShardedGradients
-        self.gradients = kind(self.flat, shard, replicas, sums)
+        if self.stage == 0:
+            self.gradients = BucketedGradients(self.flat, grad, sums, bucket_bytes)
+        else:
+            kind = ScatteredGradients if self.stage == 1 else ShardedGradients
+            self.gradients = kind(self.flat, shard, replicas, sums)
         if self.stage < 3:
-            self.values = WholeValues(self.flat, shard)
+            self.values = WholeValues(self.flat, self.shard)
         else:
             self.values = GatheredValues(self.flat, shard, prefetch)
+        parts = self.shard.size if self.shard else 1
+        self.masters = Masters(self.flat, self.values, parts)
+
+    def initialize(self, seed: int) -> None:
+        """Starting values, a unit at a time."""
+        for index, unit in enumerate(self.flat.units):
+            whole = self.masters.own(index)
+            if self.shard:
+                whole = self.flat.ops.zeros((unit.size,))
+            with self._writing(index, whole):
+                for p in unit.parameters:
+                    p.initialize(self.flat.ops, seed)
+
+    def updated(self) -> None:
+        """The optimizer has updated the masters: spreads their values."""
+        self.masters.round()
+        self.values.changed()
 
     def pieces(self) -> list[Piece]:
         """What this rank updates of each unit."""
         found = []
         for index, unit in enumerate(self.flat.units):
-            data, grad = self.values.own(index), self.gradients.own(index)
+            data, grad = self.masters.own(index), self.gradients.own(index)
             begin = self.shard.rank * len(data) if self.shard else 0
             found.append(Piece(unit, begin, begin + len(data), data, grad))
         return found
@@ -120,21 +141,33 @@ class TrainingState(UnitHooks):
 
     @contextmanager
     def shown(self, index: int, kind: Literal["values", "gradients"]) -> Iterator[Unit]:
-        """The unit with its values or summed gradients whole; collective.
+        """The unit with its values or summed gradients whole and wide; collective.
 
         What is written to values in here is kept.
         """
         unit = self.flat.units[index]
         if kind == "values":
-            with self.values.shown(index):
+            with self._writing(index, self._whole(self.masters.own(index))):
                 yield unit
             return
-        if self.stage == 0:
-            yield unit
-            return
-        whole = self.shard.all_gather(self.gradients.own(index))
         before = [p.grad for p in unit.parameters]
-        unit.bind_gradients(whole)
+        whole = self._whole(self.gradients.own(index))
+        unit.bind_gradients(self.flat.ops.wide(whole))
         yield unit
         for p, grad in zip(unit.parameters, before, strict=True):
             p.grad = grad
+
+    def _whole(self, own: Array) -> Array:
+        return self.shard.all_gather(own) if self.shard else own
+
+    @contextmanager
+    def _writing(self, index: int, whole: Array) -> Iterator[None]:
+        """The unit's values are `whole`, which is then kept."""
+        unit, own = self.flat.units[index], self.masters.own(index)
+        before = [p.data for p in unit.parameters]
+        unit.bind_values(whole)
+        yield
+        for p, data in zip(unit.parameters, before, strict=True):
+            p.data = data
+        own[...] = cut(whole, self.shard) if self.shard else whole
+        self.values.set(index, whole)

@@ -1,7 +1,5 @@
 """Where parameter values live: whole on every rank, or gathered when a unit runs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from mpipar.zero.buffers import UnitBuffers
@@ -27,7 +25,7 @@ class WholeValues:
     @property
     def nbytes(self) -> int:
         """Bytes of the values that stay on this rank."""
-        return self.flat.value_bytes
+        return self.flat.data.nbytes
 
     buffer_bytes = 0
 
@@ -36,9 +34,9 @@ class WholeValues:
         data = self.flat.data[self.flat.units[index].stretch]
         return data if self.shard is None else cut(data, self.shard)
 
-    def initialize(self, seed: int) -> None:
-        """Starting values."""
-        self.flat.initialize(seed)
+    def set(self, index: int, whole: Array) -> None:
+        """Takes (size,) values in the compute type for a unit."""
+        self.flat.ops.store(whole, self.flat.data[self.flat.units[index].stretch])
 
     def need(self, index: int, then: int) -> None:
         """Unit `index` is about to run; always ready."""
@@ -54,13 +52,6 @@ class WholeValues:
             handles.append(self.shard.all_gather_start(self.own(index), out=whole))
         for handle in handles:
             handle.wait()
-        self.flat.refresh()
-
-    @contextmanager
-    def shown(self, index: int) -> Iterator[None]:
-        """Unit `index` is whole; what is written to it is kept."""
-        yield
-        self.flat.refresh(self.flat.units[index].stretch)
 
 
 class GatheredValues:
@@ -82,9 +73,9 @@ class GatheredValues:
 
     def __init__(self, flat: FlatState, shard: Any, prefetch: int) -> None:
         self.flat, self.shard, self.prefetch = flat, shard, prefetch
-        self._own = flat.ops.zeros((flat.size // shard.size,))
+        part = flat.size // shard.size
+        self._own = flat.zeros(part, flat.ops.operand_dtype, shared=False)
         self._buffers = UnitBuffers(flat, 1 + prefetch)
-        self._operands = [flat.ops.operand(buffer) for buffer in self._buffers.all]
         # Units that are there, and those on their way
         self._ready: set[int] = set()
         self._handles: dict[int, Any] = {}
@@ -98,23 +89,16 @@ class GatheredValues:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that units are gathered into."""
-        pairs = zip(self._operands, self._buffers.all, strict=True)
-        copies = sum(copy.nbytes for copy, buffer in pairs if copy is not buffer)
-        return self._buffers.nbytes + copies
+        return self._buffers.nbytes
 
     def own(self, index: int) -> Array:
         """This rank's part of a unit."""
         return self._own[self.flat.units[index].stretch_of_parts(self.shard.size)]
 
-    def initialize(self, seed: int) -> None:
-        """Starting values, a unit at a time."""
-        for index, unit in enumerate(self.flat.units):
-            whole = self.flat.ops.zeros((unit.size,))
-            unit.bind_values(whole, None)
-            for p in unit.parameters:
-                p.initialize(self.flat.ops, seed)
-            self.own(index)[...] = cut(whole, self.shard)
-            unit.bind_values(None, None)
+    def set(self, index: int, whole: Array) -> None:
+        """Takes (size,) values in the compute type for a unit."""
+        self.flat.ops.store(cut(whole, self.shard), self.own(index))
+        self._drop(index)
 
     def need(self, index: int, then: int) -> None:
         """Unit `index` is about to run, then those in direction `then` (±1; 0 none)."""
@@ -134,15 +118,6 @@ class GatheredValues:
         """The own parts were updated: what was gathered is out of date."""
         for index in [*self._handles, *self._ready]:
             self._drop(index)
-
-    @contextmanager
-    def shown(self, index: int) -> Iterator[None]:
-        """Unit `index` is whole; what is written to it is kept."""
-        self.need(index, 0)
-        yield
-        self.own(index)[...] = cut(self._buffers.of(index), self.shard)
-        self._refresh(index)
-        self.done(index)
 
     def _start(self, index: int, window: list[int]) -> None:
         """Begins to gather a unit that is not there; those of the window stay."""
@@ -165,21 +140,11 @@ class GatheredValues:
             return
         handle.wait()
         self._ready.add(index)
-        operand = self._refresh(index)
-        self.flat.units[index].bind_values(self._buffers.of(index), operand)
-
-    def _refresh(self, index: int) -> Array:
-        """Brings the operand of a unit up to date, and returns it."""
-        data, place = self._buffers.of(index), self._buffers.place(index)
-        if self._operands[place] is self._buffers.all[place]:
-            return data
-        operand = self._operands[place][: len(data)]
-        self.flat.ops.operand(data, out=operand)
-        return operand
+        self.flat.units[index].bind_values(self._buffers.of(index))
 
     def _drop(self, index: int) -> None:
         self._finish(index)
-        self.flat.units[index].bind_values(None, None)
+        self.flat.units[index].bind_values(None)
         self._ready.discard(index)
         self._buffers.drop(index)
 

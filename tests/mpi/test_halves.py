@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from numeric import from_bf16, to_bf16
+from numeric import from_half, to_half
 
 from mpipar.comm import Communicator, Counters, shared
 from mpipar.errors import CommError, ShapeError
@@ -34,17 +34,12 @@ def stored(axis, numbers, kind):
 
 
 def pack(numbers, kind):
-    numbers = np.asarray(numbers, np.float32)
-    return to_bf16(numbers) if kind == "bf16" else numbers.astype(np.float16)
-
-
-def unpack(bits):
-    return from_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
+    return to_half(np.asarray(numbers, np.float32), kind)
 
 
 def drawn(rank, size, kind):
     numbers = np.random.default_rng(rank).standard_normal(size)
-    return unpack(pack(numbers, kind))
+    return from_half(pack(numbers, kind))
 
 
 def total(ranks, size, kind):
@@ -61,7 +56,7 @@ def test_ones_are_two(axis):
     for kind in KINDS:
         x = stored(axis, np.ones(7), kind)
         assert axis.all_reduce(x) is x
-        assert np.array_equal(unpack(x), np.full(7, 2.0))
+        assert np.array_equal(from_half(x), np.full(7, 2.0))
 
 
 @pytest.mark.mpi(8)
@@ -73,8 +68,8 @@ def test_small_summands_are_not_lost(axis):
         sums = np.empty(2, np.float32)
         assert axis.reduce_scatter(x, out=sums) is sums
         assert np.array_equal(sums, np.full(2, 263.0))
-        assert np.array_equal(unpack(axis.reduce_scatter(x)), np.full(2, once))
-        assert np.array_equal(unpack(axis.all_reduce(x)), np.full(16, once))
+        assert np.array_equal(from_half(axis.reduce_scatter(x)), np.full(2, once))
+        assert np.array_equal(from_half(axis.all_reduce(x)), np.full(16, once))
 
 
 def check_sums(axis, kind):
@@ -124,7 +119,7 @@ def test_sums_on_eight_ranks(axis, kind):
 def test_infinity_and_nan_arrive(axis, kind):
     numbers = [np.inf, np.inf if axis.rank else -np.inf, np.nan if axis.rank else 1, 1]
     x = axis.all_reduce(stored(axis, numbers, kind))
-    assert np.array_equal(unpack(x), [np.inf, np.nan, np.nan, 3], equal_nan=True)
+    assert np.array_equal(from_half(x), [np.inf, np.nan, np.nan, 3], equal_nan=True)
 
 
 @pytest.mark.mpi(2)

@@ -154,7 +154,13 @@ def test_evaluation_gathers_and_leaves_no_gradient(comm):
 # Memory
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+# Bytes of a value, a summed gradient, a master and both moments.
+BYTES = {"fp64": (8, 8, 0, 16), "fp32": (4, 4, 0, 8)} | dict.fromkeys(
+    ("bf16", "fp16"), (2, 2, 4, 8)
+)
+
+
+@pytest.mark.parametrize("precision", BYTES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("n", "shard"),
@@ -164,26 +170,35 @@ def test_evaluation_gathers_and_leaves_no_gradient(comm):
     ],
 )
 def test_memory_is_what_the_formula_says(comm, n, shard, stage, precision):
-    """16 Ψ, 8 Ψ + 8 Ψ/S, 4 Ψ + 12 Ψ/S, 16 Ψ/S bytes in fp32, of padded units."""
+    """For Ψ padded weights 16 Ψ, 8 Ψ + 8 Ψ/S, 4 Ψ + 12 Ψ/S, 16 Ψ/S bytes in fp32, and
+    16 Ψ, 4 Ψ + 12 Ψ/S, 2 Ψ + 14 Ψ/S, 16 Ψ/S in mixed precision."""
     more = [f"train.precision={precision}", "model.layers=3"]
     more += [f"parallel.zero_shard={shard}"] if stage else []
     _, engine = count_step(make_recipe(n, *words(stage, *more)), comm)
-    item = engine.ops.dtype.itemsize
+    value, grad, master, moments = BYTES[precision]
     exact = [sum(p.size for p in unit.parameters) for unit in engine.flat.units]
     sizes = [unit.size for unit in engine.flat.units]
-    padding = shard * 128 // item if stage else 1
+    padding = shard * 128 // value if stage else 1
     assert all(0 <= s - e < padding for s, e in zip(sizes, exact, strict=True))
-    whole, part = item * sum(sizes), item * sum(sizes) // (shard if stage else 1)
+    whole, part = sum(sizes), sum(sizes) // (shard if stage else 1)
     found = memory(engine)
-    assert found["params"] == (part if stage == 3 else whole)
-    assert found["grads"] == (part if stage >= 2 else whole)
-    assert found["optimizer"] == 2 * part
+    assert found["params"] == value * (part if stage == 3 else whole)
+    assert found["grads"] == grad * (part if stage >= 2 else whole)
+    assert found["masters"] == master * part
+    assert found["optimizer"] == moments * part
     root, block = sizes[0] + sizes[-1], max(sizes[1:-1])
     buffers = {0: 0, 1: 0, 2: 2 * block + root}
     buffers[3] = buffers[2] + 2 * block + root
-    assert found["unit_buffers"] == item * buffers[stage]
+    assert found["unit_buffers"] == value * buffers[stage]
     del found["rss_peak"]
     assert found == engine.predicted_memory()
+    if precision != "fp64":
+        state = sum(found[k] for k in ("params", "grads", "masters", "optimizer"))
+        table = (
+            {1: (8, 8), 2: (4, 12)} if precision == "fp32" else {1: (4, 12), 2: (2, 14)}
+        )
+        held, shared = {0: (16, 0), 3: (0, 16)}.get(stage) or table[stage]
+        assert state == held * whole + shared * part
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -196,7 +211,7 @@ def test_memory_is_what_the_formula_says(comm, n, shard, stage, precision):
         ["model.layers=1", "model.tied=false", "train.recompute=full"],
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.mpi(2)
 def test_predicted_memory_is_what_is_held(comm, stage, extra, precision):
     more = [*extra, f"train.precision={precision}"]

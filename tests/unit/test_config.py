@@ -120,8 +120,9 @@ def test_a_missing_field_says_what_it_is_and_what_passes():
             'model.family = "gtp" must be "gpt" or "llama"; try "gpt"',
         ),
         (
-            "train.precision=fp16",
-            'train.precision = "fp16" must be "fp64", "fp32" or "bf16"',
+            "train.precision=fp61",
+            'train.precision = "fp61" must be "fp64", "fp32", "bf16" or "fp16"; '
+            'try "fp64"',
         ),
         (
             "log.progress=line",
@@ -181,7 +182,7 @@ def test_all_problems_of_all_kinds_come_in_one_message():
         "[trian] is not a section",
         "model.layer = 1 is not a known key",
         "model.layers = 0 must",
-        'train.precision = "fp8" must be "fp64", "fp32" or "bf16"',
+        'train.precision = "fp8" must be "fp64", "fp32", "bf16" or "fp16"',
         "model.kv_heads = 3 must divide model.heads = 4; try 2 or 4",
         "optimizer.warmup = 300 must be at most train.steps = 200",
         "parallel.tensor = 8 must divide model.heads = 4; try 1",

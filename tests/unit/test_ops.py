@@ -1,5 +1,6 @@
 """Every array operation of NumPy against the reference."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ CALLS = [
                                      "first": 3}),
     Call("embedding_dw", lambda d: {"dy": d.rows(), "ids": d.ids(0, 9),
                                     "dtable": d(4, d.width), "first": 3}, ("dtable",)),
+    Call("add_positions", lambda d: {"x": d.rows(), "table": d(d.s + 2, d.width),
+                                     "rows": np.arange(d.s)[::-1] + 1}, ("x",)),
+    Call("positions_dw", lambda d: {"dy": d.rows(), "rows": np.arange(d.s)[::-1] + 1,
+                                    "dtable": d(d.s + 2, d.width)}, ("dtable",)),
     Call("row_max", lambda d: {"logits": d.rows()}),
     Call("row_sum", lambda d: {"x": d.rows()}),
     Call("row_sum", lambda d: {"x": d.halves()[1]}, label="row_sum of a view"),
@@ -165,8 +170,8 @@ def test_every_operation_on_arrays_is_among_the_calls():
     elsewhere = {
         "empty", "zeros", "asarray", "to_host", "synchronize", "matmul_rate", "scratch",
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
-        "fill_normal", "on_host", "precision", "operand", "operand_dtype",
-        "empty_operand",
+        "fill_normal", "on_host", "precision", "operand", "empty_operand", "is_mixed",
+        "wide", "store", "add_to",
     }  # fmt: skip
     assert public(Ops) == elsewhere | {call.op for call in CALLS}
 
@@ -177,11 +182,33 @@ def public(kind):
 
 @pytest.mark.parametrize("kind", [NumpyOps, CupyOps])
 def test_overrides_have_the_signature_of_the_reference(kind):
-    for name in public(Ops) - {"on_host", "operand_dtype", "precision"}:
+    for name in public(Ops) - {"on_host", "is_mixed", "precision"}:
         theirs, ours = (inspect.signature(getattr(k, name)) for k in (kind, Ops))
         shape = [[(p.name, p.kind, p.default) for p in s.parameters.values()]
                  for s in (theirs, ours)]  # fmt: skip
         assert shape[0] == shape[1], name
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "operand"),
+    [
+        ("fp64", "float64", "float64"),
+        ("fp32", "float32", "float32"),
+        ("bf16", "float32", "uint16"),
+        ("fp16", "float32", "float16"),
+    ],
+)
+def test_types_follow_from_the_precision(precision, dtype, operand, monkeypatch):
+    find = importlib.util.find_spec
+    for missing in ("", "numba"):
+        monkeypatch.setattr(
+            "importlib.util.find_spec",
+            lambda name, gone=missing: None if name == gone else find(name),
+        )
+        ops = make_ops("cpu", precision)
+        assert (ops.dtype, ops.operand_dtype) == (dtype, operand)
+        assert ops.precision == precision and ops.is_mixed == (dtype != operand)
+        assert isinstance(ops, NumpyOps) == (not missing)
 
 
 def test_ops_are_made_by_device_and_precision():

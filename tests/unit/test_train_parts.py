@@ -24,6 +24,7 @@ from mpipar.train.signals import StopSignals
 
 LINE = {
     "step": 7, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "updated": True,
+    "loss_scale": 1.0,
     "tokens_per_second": 12345.6, "mfu": 0.42,
 }  # fmt: skip
 
@@ -136,13 +137,14 @@ def fake_engine() -> SimpleNamespace:
         state=SimpleNamespace(
             values=SimpleNamespace(nbytes=80, buffer_bytes=5),
             gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
+            masters=SimpleNamespace(nbytes=40),
         ),
         optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )
 
 
-RESULT = StepResult(loss=2.0, grad_norm=0.5, lr=0.1, updated=True, stop=0)
+RESULT = StepResult(2.0, grad_norm=0.5, lr=0.1, updated=True, loss_scale=1.0, stop=0)
 
 
 def test_each_line_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_what_happens_between_steps_is_not_counted(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_still_json(tmp_path: Path) -> None:
     """Other tools than Python's json refuse NaN."""
     engine = fake_engine()
-    bad = StepResult(math.nan, math.inf, 0.1, updated=False, stop=0)
+    bad = StepResult(math.nan, math.inf, 0.1, updated=False, loss_scale=1.0, stop=0)
     with Metrics(tmp_path, engine, peak_flops=1e6, writes=True) as metrics:
         engine.number = 1
         metrics.write(metrics.record(bad, tokens=8))

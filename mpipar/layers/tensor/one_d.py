@@ -51,7 +51,7 @@ def even_output(name: str, rows: int, tp: Any) -> Output:
 class ColumnLinear(Layer):
     """y = x Wᵀ + b, with W cut by rows over tp; several outputs share one product.
 
-    An operand item is one of what products read: bf16 in that precision, else as all.
+    An operand item is what products read: 16-bit in mixed precision, else as all.
 
     Shapes    x (b, s/u, d)    stream layout; u = tp under sequence parallelism, else 1
               W (f/tp, d)      parameters stacked by rows, dim 0 cut over tp
@@ -115,12 +115,12 @@ class ColumnLinear(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, LinearSaved]:
         bias = None if self.bias is None else self.bias.data
         x = self.ops.operand(x)
-        y = self.ops.linear_fwd(self.stream.leave(x), self.weight.operand, bias)
+        y = self.ops.linear_fwd(self.stream.leave(x), self.weight.data, bias)
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
         x, dy = self.stream.leave(saved.x), self.ops.operand(dy)
-        dx = self.stream.leave_backward(self.ops.linear_dx(dy, self.weight.operand))
+        dx = self.stream.leave_backward(self.ops.linear_dx(dy, self.weight.data))
         return dx, LinearLeft(dy, x)
 
     def backward_weight(self, left: LinearLeft) -> None:
@@ -192,9 +192,9 @@ class RowLinear(Branch):
         bias = None if self.bias is None else self.bias.data
         x = self.ops.operand(x)
         if self.stream.tp.size == 1:
-            y = self.ops.linear_fwd(x, self.weight.operand, bias, onto)
+            y = self.ops.linear_fwd(x, self.weight.data, bias, onto)
         else:
-            y = self.stream.enter(self.ops.linear_fwd(x, self.weight.operand))
+            y = self.stream.enter(self.ops.linear_fwd(x, self.weight.data))
             y = self.ops.add_residual(y, bias, onto)
         return y, LinearSaved(x)
 
@@ -204,7 +204,7 @@ class RowLinear(Branch):
             # y = stream tokens + b: the bias sees this rank's own tokens only.
             self.ops.linear_db(dy, self.bias.grad)
         dy = self.stream.enter_backward(dy)
-        return self.ops.linear_dx(dy, self.weight.operand), LinearLeft(dy, saved.x)
+        return self.ops.linear_dx(dy, self.weight.data), LinearLeft(dy, saved.x)
 
     def backward_weight(self, left: LinearLeft) -> None:
         self.ops.linear_dw(left.dy, left.x, self.weight.grad)

@@ -1,10 +1,11 @@
 """How kernels are compiled: once for each floating-point type, kept on disk.
 
 A kernel is a Python function that Numba compiles for the CPU it runs on. Its signature
-is written with letters, so that one text serves fp32, fp64 and bf16:
+is written with letters, so that one text serves all precisions:
 
     T   the compute type, float32 or float64
-    O   what matrix products read: T, or uint16 (bf16 bits)
+    O   the operand type: T, or the bits of bf16 (uint16) or of fp16 (int16)
+    G   gradients: compiled for T and for O
 
 Compiled code is kept under the user's cache folder, by a hash of these sources; only
 the first run on a machine waits for the compiler.
@@ -51,16 +52,24 @@ def part(function: Callable) -> Any:
 def load(compute: np.dtype, operand: np.dtype) -> None:
     """Compiles every kernel for these types, or reads it from the cache folder.
 
-    compute   float32 or float64;  operand   the same, or uint16 for bf16
+    compute   float32 or float64
+    operand   the same, uint16 for bf16 or float16
     """
+    bits = kernel_type(operand)
     if (compute, operand) in _LOADED:
         return
     _LOADED.add((compute, operand))
     for compiled, signature in _DECLARED:
-        text = signature.replace("O", operand.name).replace("T", compute.name)
+        text = signature.replace("O", bits.name).replace("T", compute.name)
         compiled.disable_compile(False)
-        compiled.compile(f"void{text}")
+        for gradient in {compute, bits} if "G" in text else {compute}:
+            compiled.compile(f"void{text.replace('G', gradient.name)}")
         compiled.disable_compile()
+
+
+def kernel_type(dtype: np.dtype) -> np.dtype:
+    """What kernels take arrays of this type for: Numba knows no fp16 on CPUs."""
+    return np.dtype(np.int16) if dtype == np.float16 else dtype
 
 
 def _choose_cache_folder() -> str:

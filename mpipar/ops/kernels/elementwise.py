@@ -26,12 +26,12 @@ def column_sum(x, out, lo, hi):
             out[j] += widen(x[i, j], out[j])
 
 
-@kernel("(T[:, ::1], O[:, ::1], i8, i8)")
-def narrow_rows(x, out, lo, hi):
-    """out = x in the type of operands"""
-    for i in range(lo, hi):
-        for j in range(out.shape[1]):
-            out[i, j] = narrow(x[i, j], out[i, j])
+@kernel("(T[::1], O[::1], i8, i8)")
+def to_operand(x, out, lo, hi):
+    """out = x in the operand type"""
+    xs, outs = x[lo:hi], out[lo:hi]
+    for i in range(xs.size):
+        outs[i] = narrow(xs[i], outs[i])
 
 
 @kernel("(T[:, ::1], O[:, ::1], O[:, ::1], i8, i8)")

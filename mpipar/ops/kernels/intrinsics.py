@@ -1,5 +1,5 @@
-"""What kernels need and Numba does not have: typed constants, a vectorised exp, bf16
-bits, and a call of BLAS through its address.
+"""What kernels need and Numba does not have: typed constants, a vectorised exp,
+16-bit floats, and a call of BLAS through its address.
 """
 
 import math
@@ -79,10 +79,18 @@ def larger(typing, a, b):  # noqa: ANN001, ANN201
 
 @intrinsic
 def narrow(typing, value, like):  # noqa: ANN001, ANN201
-    """`value` as an array of the type of `like` stores it: itself, or bf16 bits.
+    """`value` as an array of the type of `like` stores it: itself, the bits of bf16
+    (uint16) or of fp16 (int16).
 
     Rounds to the nearest even; a NaN stays a NaN.
     """
+    if like == types.int16:
+
+        def truncate(context, builder, signature, args):  # noqa: ANN001, ANN202
+            small = builder.fptrunc(args[0], ir.HalfType())
+            return builder.bitcast(small, ir.IntType(16))
+
+        return types.int16(types.float32, types.int16), truncate
     if like != types.uint16:
         return value(value, like), lambda c, b, s, args: args[0]
 
@@ -100,7 +108,14 @@ def narrow(typing, value, like):  # noqa: ANN001, ANN201
 
 @intrinsic
 def widen(typing, stored, like):  # noqa: ANN001, ANN201
-    """The number that an element stands for: itself, or that of bf16 bits."""
+    """The number that an element stands for: itself, or that of 16 bits."""
+    if stored == types.int16:
+
+        def extend(context, builder, signature, args):  # noqa: ANN001, ANN202
+            small = builder.bitcast(args[0], ir.HalfType())
+            return builder.fpext(small, ir.FloatType())
+
+        return types.float32(stored, like), extend
     if stored != types.uint16:
         return stored(stored, like), lambda c, b, s, args: args[0]
 
