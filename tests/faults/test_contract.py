@@ -84,7 +84,8 @@ def test_metrics_has_a_whole_line_for_every_step(run: Finished) -> None:
         memory = line["memory"]
         assert memory.pop("rss_peak") > 1 << 20
         assert memory == line["memory_predicted"]
-        assert memory.pop("unit_buffers") == 0
+        assert memory.pop("unit_buffers") == memory.pop("masters") == 0
+        assert line["loss_scale"] == 1.0
         held = "params grads optimizer activations_peak"
         assert sorted(memory) == sorted(held.split())
         assert all(isinstance(n, int) and n > 0 for n in memory.values())
