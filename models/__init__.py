@@ -1,19 +1,30 @@
 """Model families: block order and sizes, built from mpipar.layers."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from mpipar.layers.model import Model
+from mpipar.layers.model import Chunk, Model
+from mpipar.layers.stream import Stream
 from mpipar.ops import Ops
 
 
-def build_model(model: Any, *, ops: Ops, tp: Any, sequence: bool) -> Model:
+def build_model(
+    model: Any,
+    *,
+    ops: Ops,
+    tp: Any,
+    sequence: bool,
+    chunks: Sequence[Chunk] | None = None,
+) -> Model:
     """The model of a resolved recipe's [model] section, as this rank of tp holds it.
 
     model     the section;  tp  communicator of the tensor-parallel axis
     sequence  whether the residual stream is cut by positions over tp
+    chunks    which parts this rank's pipeline stage has; None = the whole model
     """
     if model.family == "llama":
-        from mpipar.models.llama import build
+        from mpipar.models.llama import Llama as Kind
     else:
-        from mpipar.models.gpt import build
-    return build(model, ops=ops, tp=tp, sequence=sequence)
+        from mpipar.models.gpt import Gpt as Kind
+    family = Kind(model, ops=ops, stream=Stream(tp, sequence=sequence))
+    return family.build(chunks or [Chunk(range(model.layers))])

@@ -4,46 +4,48 @@
 from typing import Any
 
 from mpipar.layers.attention import CausalSelfAttention
-from mpipar.layers.base import Chain
+from mpipar.layers.base import Layer
 from mpipar.layers.embedding import Embedding
 from mpipar.layers.mlp import SwigluMlp
-from mpipar.layers.model import Model
 from mpipar.layers.norm import RMSNorm
 from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
-from mpipar.models.parts import STD, out_std, pre_norm_block, with_head
+from mpipar.models.parts import STD, Family
 from mpipar.ops import Ops
 
 
-def build(model: Any, *, ops: Ops, tp: Any, sequence: bool) -> Model:
-    """Embedding, `model.layers` blocks and head of a Llama."""
-    stream = Stream(tp, sequence=sequence)
-    shared = {"ops": ops, "stream": stream}
-    embedding = Embedding(
-        "embedding",
-        model.vocab,
-        model.width,
-        std=STD,
-        dropout=model.dropout,
-        **shared,
-    )
-    rope = Rope(model.width // model.heads, model.rope_theta, ops=ops)
-    blocks = [_block(f"blocks.{i}", model, rope, shared) for i in range(model.layers)]
-    return with_head(model, embedding, blocks, RMSNorm, shared)
+class Llama(Family):
+    """The parts of a Llama."""
 
+    norm = RMSNorm
 
-def _block(name: str, model: Any, rope: Rope, shared: dict[str, Any]) -> Chain:
-    std = {"std": STD, "out_std": out_std(model.layers)}
-    attention = CausalSelfAttention(
-        f"{name}.attention",
-        model.width,
-        model.heads,
-        model.kv_heads,
-        bias=False,
-        rope=rope,
-        dropout=model.dropout,
-        **std,
-        **shared,
-    )
-    mlp = SwigluMlp(f"{name}.mlp", model.width, model.ffn, **std, **shared)
-    return pre_norm_block(name, model, RMSNorm, attention, mlp, shared)
+    def __init__(self, model: Any, *, ops: Ops, stream: Stream) -> None:
+        super().__init__(model, ops=ops, stream=stream)
+        self.rope = Rope(model.width // model.heads, model.rope_theta, ops=ops)
+
+    def embedding(self) -> Embedding:
+        model = self.model
+        return Embedding(
+            "embedding",
+            model.vocab,
+            model.width,
+            std=STD,
+            dropout=model.dropout,
+            **self.shared,
+        )
+
+    def branches(self, name: str) -> tuple[Layer, Layer]:
+        model = self.model
+        attention = CausalSelfAttention(
+            f"{name}.attention",
+            model.width,
+            model.heads,
+            model.kv_heads,
+            bias=False,
+            rope=self.rope,
+            dropout=model.dropout,
+            **self.std,
+            **self.shared,
+        )
+        sizes = model.width, model.ffn
+        return attention, SwigluMlp(f"{name}.mlp", *sizes, **self.std, **self.shared)

@@ -1,57 +1,91 @@
-"""What all families share: the order of a pre-norm block, and how weights start."""
+"""What all families share: pre-norm blocks, the head, how weights start."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mpipar.layers.base import Chain, Layer
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
-from mpipar.layers.embedding import Embedding
+from mpipar.layers.embedding import Embedding, token_weight
 from mpipar.layers.head import Head
-from mpipar.layers.model import Model
+from mpipar.layers.model import Chunk, Model
 from mpipar.layers.norm import LayerNorm, RMSNorm
 from mpipar.layers.parameter import Parameter
+from mpipar.layers.stream import Stream
+from mpipar.ops import Ops
 
 STD = 0.02
 
 
-def out_std(layers: int) -> float:
-    """Std of the projections that end a branch: 2·layers branches add up in the stream,
-    whose variance stays near that of one (Radford et al. 2019, section 2.3)."""
-    return STD / math.sqrt(2 * layers)
+class Family:
+    """Makes the parts of a model by the [model] section of a resolved recipe.
 
+    norm   the kind of its norms
+    """
 
-def pre_norm_block(
-    name: str,
-    model: Any,
-    norm: type[LayerNorm] | type[RMSNorm],
-    attention: Layer,
-    mlp: Layer,
-    shared: dict[str, Any],
-) -> Chain:
-    """x + attention(norm1(x)), then x + mlp(norm2(x)), each branch with dropout."""
-    branches = []
-    parts = (("attention", attention), ("mlp", mlp))
-    for number, (part, branch) in enumerate(parts, start=1):
-        before = norm(f"{name}.norm{number}", model.width, eps=model.norm_eps, **shared)
-        dropout = Dropout(f"{name}.{part}.residual", model.dropout, **shared)
-        branches.append(Residual(before, branch, dropout))
-    return Chain(branches)
+    norm: type[LayerNorm] | type[RMSNorm]
 
+    def __init__(self, model: Any, *, ops: Ops, stream: Stream) -> None:
+        self.model, self.stream = model, stream
+        self.shared = {"ops": ops, "stream": stream}
+        # 2·layers branches add up in the stream, whose variance stays near that of one
+        # (Radford et al. 2019, section 2.3).
+        self.std = {"std": STD, "out_std": STD / math.sqrt(2 * model.layers)}
 
-def with_head(
-    model: Any,
-    embedding: Embedding,
-    blocks: list[Chain],
-    norm: type[LayerNorm] | type[RMSNorm],
-    shared: dict[str, Any],
-) -> Model:
-    """The whole model; its head has the embedding's weight or one of its own."""
-    weight = embedding.token if model.tied else untied_weight(embedding.token)
-    last = norm("head.norm", model.width, eps=model.norm_eps, **shared)
-    return Model(embedding, blocks, Head(last, weight, **shared))
+    def embedding(self) -> Embedding:
+        """Where the stream begins."""
+        raise NotImplementedError
 
+    def branches(self, name: str) -> tuple[Layer, Layer]:
+        """Attention and MLP of the block of that name."""
+        raise NotImplementedError
 
-def untied_weight(embedding: Parameter) -> Parameter:
-    """A head weight of its own, cut like the embedding."""
-    return Parameter("head.weight", embedding.shape, embedding.box, "normal", STD)
+    def block(self, number: int) -> Chain:
+        """x + attention(norm1(x)), then x + mlp(norm2(x)), each branch with dropout."""
+        name, model, parts = f"blocks.{number}", self.model, []
+        branches = zip(("attention", "mlp"), self.branches(name), strict=True)
+        for place, (part, branch) in enumerate(branches, start=1):
+            before = self._norm(f"{name}.norm{place}")
+            residual = f"{name}.{part}.residual"
+            dropout = Dropout(residual, model.dropout, **self.shared)
+            parts.append(Residual(before, branch, dropout))
+        return Chain(parts)
+
+    def head(self, embedding: Embedding | None) -> Head:
+        """The end, with the embedding's weight or one of its own.
+
+        embedding   None where another pipeline stage has it
+        """
+        if not self.model.tied:
+            weight = self._weight("head.weight")
+        elif embedding is not None:
+            weight = embedding.token
+        else:
+            weight = self._weight("embedding.token.weight")
+            weight.owner, weight.tied = False, True
+        return Head(self._norm("head.norm"), weight, **self.shared)
+
+    def build(self, chunks: Sequence[Chunk]) -> Model:
+        """These chunks of the model."""
+        rows, embedding = [], None
+        for blocks, first, last in chunks:
+            row: list[Layer] = []
+            if first:
+                embedding = self.embedding()
+                row.append(embedding)
+            row += [self.block(number) for number in blocks]
+            if last:
+                row.append(self.head(embedding))
+            rows.append(row)
+        if embedding is not None and self.model.tied:
+            embedding.token.tied = not any(chunk.last for chunk in chunks)
+        return Model(rows, self.stream, self.model.width)
+
+    def _norm(self, name: str) -> LayerNorm | RMSNorm:
+        model = self.model
+        return self.norm(name, model.width, eps=model.norm_eps, **self.shared)
+
+    def _weight(self, name: str) -> Parameter:
+        model = self.model
+        return token_weight(name, model.vocab, model.width, self.stream, STD)

@@ -16,7 +16,7 @@ from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain, Layer, Step
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
-from mpipar.layers.embedding import Embedding
+from mpipar.layers.embedding import Embedding, token_weight
 from mpipar.layers.head import Head
 from mpipar.layers.loss import VocabLoss
 from mpipar.layers.mlp import GeluMlp, SwigluMlp
@@ -26,7 +26,6 @@ from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
 from mpipar.layers.tensor.one_d import ColumnLinear, Output, RowLinear, even_output
 from mpipar.models import build_model
-from mpipar.models.parts import untied_weight
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.zero.flat import FlatState
 
@@ -115,7 +114,7 @@ def loss(ops: Any, stream: Any, vocab: int = VOCAB) -> Layer:
 
 def head(ops: Any, stream: Any, vocab: int = VOCAB) -> Layer:
     shared = {"ops": ops, "stream": stream}
-    weight = untied_weight(embedding(vocab)(**shared).token)
+    weight = token_weight("head.weight", vocab, WIDTH, stream, 0.02)
     return Head(norm(LayerNorm)(**shared), weight, **shared)
 
 

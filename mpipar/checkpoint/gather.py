@@ -14,6 +14,7 @@ def global_arrays(
     parameters: Sequence[Parameter],
     select: Callable[[Parameter], np.ndarray],
     grid: Any,
+    dtype: np.dtype,
 ) -> Iterator[tuple[str, np.ndarray | None]]:
     """(name, whole array) of every parameter; None on all ranks but world rank 0.
 
@@ -21,6 +22,7 @@ def global_arrays(
     owner, and rank 0 holds one whole array at a time.
 
     select   the local array of a parameter to gather, such as its values, on the host
+    dtype    of these arrays
     """
     world = grid.world
     held = {p.name: p for p in parameters if p.owner and grid.grad.rank == 0}
@@ -30,7 +32,7 @@ def global_arrays(
         order = list(dict.fromkeys(name for ranks in boxes for name in ranks))
     for name in world.broadcast_obj(order):
         if world.rank == 0:
-            yield name, _assemble(name, boxes, held, select, world)
+            yield name, _assemble(name, boxes, held, select, world, dtype)
             continue
         if name in held:
             world.send(np.ascontiguousarray(select(held[name])), 0)
@@ -43,6 +45,7 @@ def _assemble(
     held: dict[str, Parameter],
     select: Callable[[Parameter], np.ndarray],
     world: Any,
+    dtype: np.dtype,
 ) -> np.ndarray:
     """The whole array on rank 0, its own box included."""
     whole: np.ndarray | None = None
@@ -54,7 +57,6 @@ def _assemble(
         if rank == 0:
             part = select(held[name])
         else:
-            dtype = next(iter(held.values())).data.dtype
             part = world.recv(np.empty([hi - lo for lo, hi in box], dtype), rank)
         if whole is None:
             whole = np.empty(shape, part.dtype)

@@ -46,7 +46,9 @@ def save_weights(
     if writer is not None:
         writer.open({"step": step, "recipe": recipe})
     for parameters in units:
-        arrays = global_arrays(parameters, lambda p: ops.to_host(p.data), grid)
+        arrays = global_arrays(
+            parameters, lambda p: ops.to_host(p.data), grid, ops.dtype
+        )
         for name, array in arrays:
             if writer is not None:
                 writer.put(name, array)

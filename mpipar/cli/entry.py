@@ -21,6 +21,7 @@ from mpipar.errors import MpiparError
 COMMANDS = {
     "train": "train a recipe",
     "verify": "prove that a layout computes what one rank computes",
+    "schedule": "draw a pipeline schedule and tell how long it takes",
     "generate": "continue a prompt with a trained model",
     "doctor": "tell what MPI, BLAS, HDF5 and GPUs are here and what is wrong",
     "bench peers": "time the same training in PyTorch and in mpipar, in turns",

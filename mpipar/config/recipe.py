@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from mpipar.config.schedules import NEEDS
+
 AXES = ("tp", "cp", "dp", "pp")
 
 # Counts fit 32 signed bits, so that products of two of them fit 64.
@@ -101,6 +103,22 @@ class Parallel(Section):
     """How the model and the batch are cut over the ranks."""
 
     tensor: Positive = Field(1, description="ranks that share each dense layer")
+    pipeline: Positive = Field(1, description="stages that the blocks are cut into")
+    schedule: Text = Field(
+        "1f1b",
+        description=f"order of work on the stages: {', '.join(NEEDS)}, or the path of "
+        "a text file with the actions of each stage",
+    )
+    chunks: Natural = Field(
+        0,
+        description="pieces of the model on each stage; 0 = the fewest that the "
+        "schedule takes",
+    )
+    partition: Text = Field(
+        "even",
+        description='blocks of each stage: "even", "measured" (by the time they take), '
+        'or numbers such as "3,4,4,3", of each chunk in the order of the model',
+    )
     sequence: bool = Field(
         False, description="the tensor ranks also cut the residual stream by tokens"
     )
@@ -129,7 +147,7 @@ class Parallel(Section):
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along each axis; dp is 0 until the recipe is resolved."""
-        return {"tp": self.tensor, "cp": 1, "dp": self.data, "pp": 1}
+        return {"tp": self.tensor, "cp": 1, "dp": self.data, "pp": self.pipeline}
 
 
 class Train(Section):
@@ -139,8 +157,8 @@ class Train(Section):
     global_batch: Positive = Field(8, description="sequences per step, over all ranks")
     micro_batch: Natural = Field(
         0,
-        description="sequences per data rank in one forward pass; "
-        "0 = global_batch / data",
+        description="sequences per data rank in one forward pass; 0 = global_batch / "
+        "data, with a pipeline in up to 4 equal parts for each stage",
     )
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
         "fp32",

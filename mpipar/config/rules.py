@@ -1,20 +1,14 @@
-"""Rules between fields, and what follows from the number of ranks.
+"""Rules between fields, and what follows from the number of ranks."""
 
-A rule runs when all the values it needs are known, so a wrong field hides only the
-rules that depend on it.
-"""
-
-from collections.abc import Callable
 from math import gcd
 
+from mpipar.config import pipeline_rules  # noqa: F401  (it has rules of its own)
 from mpipar.config.nearest import advice, around, divisors, either, neighbours
 from mpipar.config.recipe import Recipe
+from mpipar.config.register import rule as _rule
+from mpipar.config.register import violated
 from mpipar.config.values import Values, fill
 from mpipar.errors import ConfigError
-
-Check = Callable[..., str | None]
-
-_RULES: list[tuple[tuple[str, ...], Check]] = []
 
 
 def resolve(recipe: Recipe, ranks: int) -> Recipe:
@@ -30,25 +24,6 @@ def resolve(recipe: Recipe, ranks: int) -> Recipe:
     if violations:
         raise ConfigError(violations)
     return values.resolved(recipe)
-
-
-def violated(values: Values) -> list[str]:
-    """One sentence for every violated rule whose values are known."""
-    found = []
-    for needs, check in _RULES:
-        if all(key in values for key in needs):
-            found.append(check(values, *(values[key] for key in needs)))
-    return [sentence for sentence in found if sentence]
-
-
-def _rule(*needs: str) -> Callable[[Check], Check]:
-    """Register a rule: called with the values, then with those of the named keys."""
-
-    def register(check: Check) -> Check:
-        _RULES.append((needs, check))
-        return check
-
-    return register
 
 
 # The model on its own.
@@ -200,34 +175,52 @@ def _tensor_cuts_context(
 # The number of ranks.
 
 
-@_rule("ranks", "parallel.tensor")
-def _tensor_cuts_ranks(v: Values, ranks: int, tensor: int) -> str | None:
+@_rule("ranks", "parallel.tensor", "parallel.pipeline")
+def _model_cuts_ranks(v: Values, ranks: int, tensor: int, pipeline: int) -> str | None:
     # A given parallel.data has its own rule, which says more.
-    if "parallel.data" in v or ranks % tensor == 0:
+    both = tensor * pipeline
+    if "parallel.data" in v or ranks % both == 0:
         return None
+    keys, parts = v.say("parallel.tensor"), str(tensor)
+    if pipeline > 1:
+        keys += f" times {v.say('parallel.pipeline')}"
+        parts = f"{tensor} * {pipeline}"
     rule = (
-        f"the product {v.say('parallel.tensor')} times parallel.data must equal the "
-        f"number of ranks, {ranks}, but {tensor} does not divide {ranks}"
+        f"the product {keys} times parallel.data must equal the number of ranks, "
+        f"{ranks}, but {parts} does not divide {ranks}"
     )
     options = {
-        "parallel.tensor": _tensor_near(v, tensor),
-        "ranks": around(ranks, tensor),
+        "parallel.tensor": [
+            n for n in _tensor_near(v, tensor) if n * pipeline <= ranks
+        ],
+        "parallel.pipeline": neighbours(pipeline, divisors(ranks // tensor))
+        if pipeline > 1 and ranks % tensor == 0
+        else [],
+        "ranks": around(ranks, both),
     }
     return rule + advice(options)
 
 
-@_rule("ranks", "parallel.tensor", "parallel.data")
-def _product_is_ranks(v: Values, ranks: int, tensor: int, data: int) -> str | None:
-    product = tensor * data
+@_rule("ranks", "parallel.tensor", "parallel.pipeline", "parallel.data")
+def _product_is_ranks(
+    v: Values, ranks: int, tensor: int, pipeline: int, data: int
+) -> str | None:
+    product = tensor * pipeline * data
     if product == ranks:
         return None
+    keys, sizes = ["parallel.tensor"], [tensor]
+    if pipeline > 1:
+        keys, sizes = [*keys, "parallel.pipeline"], [*sizes, pipeline]
     rule = (
-        f"the product parallel.tensor * parallel.data = {tensor} * {data} = {product} "
+        f"the product {' * '.join([*keys, 'parallel.data'])} = "
+        f"{' * '.join(map(str, [*sizes, data]))} = {product} "
         f"must equal the number of ranks, {ranks}"
     )
+    both = tensor * pipeline
+    tensors = [n for n in _tensor_sizes(v) if n * pipeline * data == ranks]
     options = {
-        "parallel.tensor": [size for size in _tensor_sizes(v) if size * data == ranks],
-        "parallel.data": [] if ranks % tensor else [ranks // tensor],
+        "parallel.tensor": tensors,
+        "parallel.data": [] if ranks % both else [ranks // both],
         "ranks": [product],
     }
     return rule + advice(options)

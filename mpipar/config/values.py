@@ -7,6 +7,7 @@ from typing import Any
 
 from mpipar.config.fields import replace
 from mpipar.config.recipe import SECTIONS, Recipe
+from mpipar.config.schedules import NEEDS
 from mpipar.config.write import shown
 
 # Fields whose 0 stands for a value that follows from others.
@@ -15,6 +16,7 @@ DERIVED = (
     "model.ffn",
     "model.vocab",
     "parallel.data",
+    "parallel.chunks",
     "train.micro_batch",
 )
 
@@ -75,16 +77,25 @@ def _derive(key: str, v: Values) -> int | None:
             return _inner_width(v["model.family"], v["model.width"])
         case "model.vocab" if v.get("data.tokenizer") == "bytes":
             return 256
-        case "parallel.data":
-            return _whole(v.get("ranks"), v.get("parallel.tensor"))
+        case "parallel.data" if "parallel.tensor" in v and "parallel.pipeline" in v:
+            return _whole(v.get("ranks"), v["parallel.tensor"] * v["parallel.pipeline"])
+        case "parallel.chunks" if v.get("parallel.schedule") in NEEDS:
+            return NEEDS[v["parallel.schedule"]].chunks[0]
         case "train.micro_batch":
-            return _whole(v.get("train.global_batch"), v.get("parallel.data"))
+            own = _whole(v.get("train.global_batch"), v.get("parallel.data"))
+            return own and own // _micro_batches(own, v.get("parallel.pipeline", 1))
     return None
 
 
 def _inner_width(family: str, width: int) -> int:
     """Width of the MLP: llama's three matrices hold as much as gpt's two."""
     return 4 * width if family == "gpt" else -(-8 * width // 96) * 32
+
+
+def _micro_batches(sequences: int, stages: int) -> int:
+    """As many micro-batches as divide the sequences, up to four for each stage."""
+    most = 4 * stages if stages > 1 else 1
+    return next(n for n in range(min(most, sequences), 0, -1) if sequences % n == 0)
 
 
 def _whole(n: int | None, parts: int | None) -> int | None:

@@ -14,12 +14,14 @@ import numpy as np
 from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.schedule import learning_rate
+from mpipar.engine.stages import own_chunks, plan_schedule
 from mpipar.layers.base import Step
 from mpipar.layers.context import held_positions
 from mpipar.models import build_model
 from mpipar.ops import Ops
-from mpipar.pipeline.executor import Executor, peak_saved
-from mpipar.pipeline.schedules import forward_only, single_stage
+from mpipar.pipeline.executor import Executor, Held, peak_bytes
+from mpipar.pipeline.schedules import Action
+from mpipar.pipeline.transfer import Transfer
 from mpipar.zero.adamw import AdamW, Hyper
 from mpipar.zero.cost import state_bytes
 from mpipar.zero.loss_scale import LossScale
@@ -59,8 +61,13 @@ class Engine:
 
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
+        self.schedule = plan_schedule(recipe, recipe.accumulation)
         self.model = build_model(
-            recipe.model, ops=ops, tp=grid.tp, sequence=recipe.parallel.sequence
+            recipe.model,
+            ops=ops,
+            tp=grid.tp,
+            sequence=recipe.parallel.sequence,
+            chunks=own_chunks(recipe, self.schedule, grid.pp.rank),
         )
         self.model.join_blocks(recipe.parallel.unit)
         if recipe.train.recompute == "selective":
@@ -76,9 +83,10 @@ class Engine:
         if ops.precision == "fp16":
             train = recipe.train
             self.loss_scale = LossScale(train.loss_scale, train.loss_scale_window)
-        units = self.model.units
-        again = range(1, len(units) - 1) if recipe.train.recompute == "full" else ()
-        self.executor = Executor(units, self.state, again)
+        model = self.model
+        again = model.block_units() if recipe.train.recompute == "full" else ()
+        transfer = Transfer(grid.pp, self.schedule, ops)
+        self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
         self.number = 0
 
     def _make_state(self) -> TrainingState:
@@ -89,7 +97,7 @@ class Engine:
             partials["kv"] = grid.sub("tp", tp.size // kv_heads)
         ranks = parallel.zero_shard or grid.grad.size
         whole = ranks == grid.grad.size
-        return TrainingState(
+        state = TrainingState(
             self.model,
             self.ops,
             stage=parallel.zero,
@@ -97,10 +105,14 @@ class Engine:
             shard=grid.grad if whole else grid.sub("grad", ranks),
             replicas=grid.across("grad", ranks),
             partials=partials,
+            ties=grid.ends(),
             prefetch=parallel.prefetch,
             bucket_bytes=parallel.bucket_mb * 2**20,
             accumulation=self.recipe.accumulation,
         )
+        rounds = np.array([state.rounds])
+        state.rounds = int(grid.world.all_reduce(rounds, "max")[0])
+        return state
 
     def gradients(self, batches: Sequence[Batch], valid: int) -> float:
         """Fills the gradients with the sum over all axes; this rank's loss sum.
@@ -109,15 +121,15 @@ class Engine:
 
         batches  micro-batches of this data rank;  valid  labels of the whole step
         """
-        self.state.gradients.begin()
+        self.state.begin()
         # With a loss scale an overflow is part of the search for the largest one.
         quiet = "warn" if self.loss_scale.is_fixed else "ignore"
         with np.errstate(over=quiet, invalid=quiet):
-            losses = self.executor.run(
-                single_stage(len(batches)),
-                [self._tokens(b) for b in batches],
-                [self._step(b, valid, training=True) for b in batches],
-            )
+            schedule = self.schedule
+            if len(batches) != schedule.micro_batches:
+                schedule = plan_schedule(self.recipe, len(batches))
+            actions = schedule.actions[self.grid.pp.rank]
+            losses = self._run(actions, batches, valid, training=True)
             self.state.gradients.finish()
         return sum(losses)
 
@@ -147,6 +159,7 @@ class Engine:
         batch, context = recipe.train.micro_batch, recipe.model.context
         found = state_bytes(
             [unit.size for unit in state.flat.units],
+            state.flat.root,
             stage=state.stage,
             ranks=state.shard.size if state.shard else 1,
             prefetch=recipe.parallel.prefetch,
@@ -154,22 +167,35 @@ class Engine:
             item=self.ops.dtype.itemsize,
             operand_item=self.ops.operand_dtype.itemsize,
         )
-        saved = [unit.cost(batch, context).saved for unit in self.model.units]
-        given = self.model.embedding.output_bytes(batch, context)
-        peak = peak_saved(saved, given, self.executor.again)
+        given = math.prod(self.model.stream_shape(batch, context))
+        given *= self.ops.dtype.itemsize
+        costs = [unit.cost(batch, context) for unit in self.model.units]
+        peak = peak_bytes(
+            self.schedule.actions[self.grid.pp.rank],
+            self.model.chunks,
+            [Held(cost.saved, cost.left, given) for cost in costs],
+            self.executor.again,
+        )
         return found | {"activations_peak": peak}
 
     def evaluate(self, rounds: Sequence[Batch], valid: int) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in nats per token."""
         losses = 0.0
         for batch in rounds:
-            losses += self.executor.run(
-                forward_only(1),
-                [self._tokens(batch)],
-                [self._step(batch, valid, training=False)],
-            )[0]
+            actions = [Action("F", 0, chunk) for chunk in range(self.schedule.chunks)]
+            losses += self._run(actions, [batch], valid, training=False)[0]
         total = np.array([self._counted(losses)])
         return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
+
+    def _run(
+        self, actions: Any, batches: Sequence[Batch], valid: int, *, training: bool
+    ) -> list[float]:
+        """Runs actions on micro-batches; the loss sum of each."""
+        tokens = [self._tokens(batch) for batch in batches]
+        steps = [self._step(batch, valid, training=training) for batch in batches]
+        return self.executor.run(
+            actions, tokens, [self.model.stream_shape(*x.shape) for x in tokens], steps
+        )
 
     def _agree(self, loss: float, stop: bool) -> tuple[float, float, int]:
         """Global gradient norm, loss sum and stop votes, in one message."""

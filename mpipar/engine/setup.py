@@ -5,6 +5,7 @@ from typing import Any
 from mpipar.comm import Host, Staged, raise_together
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler, Tokenizer, load_tokenizer, load_tokens
+from mpipar.engine.stages import plan_schedule
 from mpipar.errors import ConfigError, DataError, DeviceError
 from mpipar.grid import Grid
 from mpipar.ops import Ops, make_ops
@@ -47,8 +48,8 @@ def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
 
     world    communicator of all ranks
     Raises   DataError where its size is needed and the tokenizer cannot be read,
-             ConfigError where the vocabulary does not suit the layout; on all ranks
-             together
+             ConfigError where the vocabulary does not suit the layout, or the file of a
+             schedule does not; on all ranks together
     """
     error: Exception | None = None
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -56,6 +57,7 @@ def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
         if recipe.model.vocab == 0:
             recipe = replace(recipe, {"model.vocab": tokenizer.size})
         recipe = resolve(recipe, world.size)
+        plan_schedule(recipe, recipe.accumulation)
     except (ConfigError, DataError) as problem:
         error = problem
     raise_together(error, world)

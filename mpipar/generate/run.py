@@ -44,7 +44,7 @@ def run_generation(
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         ids = _encode(prompt, tokenizer, recipe.model, grid.world)
         model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
-        flat = FlatState(list(model.unit_parameters()), ops, gradients=False)
+        flat = FlatState(model.groups().parameters, ops, gradients=False)
         _load(file, flat, grid)
         stream = generate(
             model, ops, ids, recipe.model.context,

@@ -93,6 +93,25 @@ class Grid(SerialGrid):
         _, across = self._blocks(axis, ranks)
         return self._sub(f"{axis}:{ranks}", across)
 
+    def ends(self) -> Communicator | NullCommunicator:
+        """Return the communicator of the first and last rank of the pipeline.
+
+        A null communicator on ranks between them. Made as `sub` is.
+        """
+        peers = self._peers("pp", self.rank)
+        both = [peers[0], peers[-1]] if len(peers) > 1 else peers
+        if "ends" not in self._subs:
+            if len(peers) == 1:
+                made = NullCommunicator("ends")
+            elif self.rank in both:
+                comm = self.world.mpi.Split(peers[0], self.rank)
+                made = self._adopt(comm, "ends", both)
+            else:
+                self.world.mpi.Split(mpi.UNDEFINED, self.rank)
+                made = NullCommunicator("ends")
+            self._subs["ends"] = made
+        return self._subs["ends"]
+
     def crosses_nodes(self, axis: str) -> bool:
         """True if some group of ``axis`` has ranks on more than one node."""
         return any(

@@ -48,6 +48,10 @@ class SerialGrid:
         """Return the communicator of the ranks with the same place in each block."""
         return NullCommunicator(f"{axis}:{ranks}")
 
+    def ends(self) -> "Communicator | NullCommunicator":
+        """Return the communicator of the first and last rank of the pipeline."""
+        return NullCommunicator("ends")
+
     def crosses_nodes(self, axis: str) -> bool:
         """True if some group of ``axis`` has ranks on more than one node."""
         return False

@@ -2,7 +2,8 @@
 
 forward(x, step) -> y, saved          saved belongs to the caller; a layer keeps nothing
 backward_input(dy, saved) -> dx, left all messages of the backward pass happen here
-backward_weight(left)                 adds to the gradients; local, may be deferred
+backward_weight(left)                 adds to the gradients, as nothing else does;
+                                      local, may be deferred
 backward(dy, saved) -> dx             both at once
 
 A layer leaves the arrays it is given intact; the array it returns is the caller's, who

@@ -22,6 +22,14 @@ class ResidualSaved:
     dropout: Any
 
 
+@dataclass(slots=True)
+class ResidualLeft:
+    """What the weight gradients of norm and branch need."""
+
+    norm: Any
+    branch: Any
+
+
 class Residual(Layer):
     """y = x + dropout(branch(norm(x))).
 
@@ -56,16 +64,19 @@ class Residual(Layer):
             branch.inputs.x = None
         return y, ResidualSaved(norm, branch, dropout)
 
-    def backward_input(self, dy: Array, saved: ResidualSaved) -> tuple[Array, Any]:
+    def backward_input(
+        self, dy: Array, saved: ResidualSaved
+    ) -> tuple[Array, ResidualLeft]:
         if saved.branch.inputs.x is None:
             saved.branch.inputs.x = self.norm.again(saved.norm)
         d, _ = self.dropout.backward_input(dy, saved.dropout)
         d, left = self.branch.backward_input(d, saved.branch)
-        dx, _ = self.norm.backward_input(d, saved.norm, onto=dy)
-        return dx, left
+        dx, norm = self.norm.backward_input(d, saved.norm, onto=dy)
+        return dx, ResidualLeft(norm, left)
 
-    def backward_weight(self, left: Any) -> None:
-        self.branch.backward_weight(left)
+    def backward_weight(self, left: ResidualLeft) -> None:
+        self.branch.backward_weight(left.branch)
+        self.norm.backward_weight(left.norm)
 
     def forget(self) -> None:
         self.forgets = True

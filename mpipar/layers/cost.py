@@ -13,11 +13,13 @@ class Cost:
     flops   of the forward pass: 2 per multiply-add of matrix products, attention over
             its causal half; a training step takes three times as many
     saved   bytes held from forward until backward
+    left    bytes that the weight gradients need once the input gradient is there
     calls, moved   messages and bytes sent, by (axis, operation)
     """
 
     flops: int = 0
     saved: int = 0
+    left: int = 0
     calls: Counter = field(default_factory=Counter)
     moved: Counter = field(default_factory=Counter)
 
@@ -25,6 +27,7 @@ class Cost:
         return Cost(
             self.flops + other.flops,
             self.saved + other.saved,
+            self.left + other.left,
             self.calls + other.calls,
             self.moved + other.moved,
         )

@@ -25,10 +25,20 @@ class EmbeddingSaved:
 
 @dataclass(slots=True)
 class EmbeddingLeft:
-    """Gradient of all tokens, and their ids."""
+    """Gradients of all tokens and their ids, of the own tokens, and the micro-batch."""
 
     dy: Array
     ids: Array
+    own: Array
+    step: Step
+
+
+def token_weight(
+    name: str, vocab: int, width: int, stream: Stream, std: float
+) -> Parameter:
+    """A weight (vocab, width) of embedding or head, cut by vocabulary over tp."""
+    held = cut(vocab, stream.tp.size, stream.tp.rank)
+    return Parameter(name, (vocab, width), (held, (0, width)), "normal", std)
 
 
 class Embedding(Layer):
@@ -61,10 +71,7 @@ class Embedding(Layer):
         dropout: float = 0.0,
     ) -> None:
         self.ops, self.stream, self.width = ops, stream, width
-        held = cut(vocab, stream.tp.size, stream.tp.rank)
-        self.token = Parameter(
-            f"{name}.token.weight", (vocab, width), (held, (0, width)), "normal", std
-        )
+        self.token = token_weight(f"{name}.token.weight", vocab, width, stream, std)
         self.position = None
         if context:
             self.position = stream.replicated(
@@ -92,23 +99,21 @@ class Embedding(Layer):
         self, dy: Array, saved: EmbeddingSaved
     ) -> tuple[None, EmbeddingLeft]:
         dy, _ = self.dropout.backward_input(dy, saved.dropout)
-        if self.position is not None:
-            # x = E[id] + P[position]: every sequence adds to the same rows.
-            rows = self.stream.positions(saved.step.positions)
-            self.ops.positions_dw(dy, rows, self.position.grad)
-        return None, EmbeddingLeft(self.stream.enter_backward(dy), saved.ids)
+        whole = self.stream.enter_backward(dy)
+        return None, EmbeddingLeft(whole, saved.ids, dy, saved.step)
 
     def backward_weight(self, left: EmbeddingLeft) -> None:
         first = self.token.box[0][0]
         self.ops.embedding_dw(left.dy, left.ids, self.token.grad, first=first)
-
-    def output_bytes(self, batch: int, sequence: int) -> int:
-        """Bytes of the residual stream of a micro-batch on this rank."""
-        return (
-            self.stream.tokens(batch, sequence) * self.width * self.ops.dtype.itemsize
-        )
+        if self.position is not None:
+            # x = E[id] + P[position]: every sequence adds to the same rows.
+            rows = self.stream.positions(left.step.positions)
+            self.ops.positions_dw(left.own, rows, self.position.grad)
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence
         full = tokens * self.width * self.ops.dtype.itemsize
-        return Cost(saved=8 * tokens) + self.stream.enter_cost(full, full)
+        ids = 8 * tokens
+        own = full // self.stream.tp.size if self.stream.is_cut else 0
+        here = Cost(saved=ids, left=full + own + ids)
+        return here + self.stream.enter_cost(full, full)

@@ -15,7 +15,11 @@ Array = Any
 
 class Norm(Layer):
     """A layer that can add to its input gradient the one that went around its block,
-    and make its output again."""
+    and make its output again.
+
+    `left` has the gradients of its parameters, as `parameters` lists them: they come
+    with the pass that makes dx.
+    """
 
     ops: Ops
     stream: Stream
@@ -23,9 +27,13 @@ class Norm(Layer):
 
     def backward_input(
         self, dy: Array, saved: Any, onto: Array | None = None
-    ) -> tuple[Array, None]:
-        """dx + onto; gradients of gain and bias are added at once."""
+    ) -> tuple[Array, list[Array]]:
+        """dx + onto, and what the parameters' gradients are to be added."""
         raise NotImplementedError
+
+    def backward_weight(self, left: list[Array]) -> None:
+        for p, sums in zip(self.parameters(), left, strict=True):
+            self.ops.add_to(p.grad, sums)
 
     def again(self, saved: Any) -> Array:
         """The output of the forward pass, bit for bit."""
@@ -82,22 +90,24 @@ class LayerNorm(Norm):
 
     def backward_input(
         self, dy: Array, saved: LayerNormSaved, onto: Array | None = None
-    ) -> tuple[Array, None]:
+    ) -> tuple[Array, list[Array]]:
+        dgain, dbias = (self.ops.zeros((self.width,)) for _ in range(2))
         dx = self.ops.layernorm_bwd(
             dy,
             saved.x,
             saved.mean,
             saved.rstd,
             self.gain.data,
-            dgain=self.gain.grad,
-            dbias=self.bias.grad,
+            dgain=dgain,
+            dbias=dbias,
             onto=onto,
         )
-        return dx, None
+        return dx, [dgain, dbias]
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = self.stream.tokens(batch, sequence)
-        return Cost(saved=tokens * (self.width + 2) * self.ops.dtype.itemsize)
+        item = self.ops.dtype.itemsize
+        return Cost(saved=tokens * (self.width + 2) * item, left=2 * self.width * item)
 
 
 @dataclass(slots=True)
@@ -140,17 +150,19 @@ class RMSNorm(Norm):
 
     def backward_input(
         self, dy: Array, saved: RMSNormSaved, onto: Array | None = None
-    ) -> tuple[Array, None]:
+    ) -> tuple[Array, list[Array]]:
+        dgain = self.ops.zeros((self.width,))
         dx = self.ops.rmsnorm_bwd(
             dy,
             saved.x,
             saved.rstd,
             self.gain.data,
-            dgain=self.gain.grad,
+            dgain=dgain,
             onto=onto,
         )
-        return dx, None
+        return dx, [dgain]
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = self.stream.tokens(batch, sequence)
-        return Cost(saved=tokens * (self.width + 1) * self.ops.dtype.itemsize)
+        item = self.ops.dtype.itemsize
+        return Cost(saved=tokens * (self.width + 1) * item, left=self.width * item)

@@ -29,7 +29,9 @@ class Parameter:
     init      how it starts: normal (with std), zeros or ones
     partial   axis over which the local gradient is a summand ("tp" or "kv"), summed
               once per step; "" where the gradient is complete or the tensor is cut
-    owner     False on ranks that hold a copy which another rank of tp already counts
+    owner     False on ranks that hold a copy which another rank already counts
+    tied      True where another pipeline stage has the same weight, whose gradient is
+              the other summand
     data, grad   arrays of the box's shape, views of a flat buffer once bound
     """
 
@@ -40,6 +42,7 @@ class Parameter:
     std: float = 0.0
     partial: str = ""
     owner: bool = True
+    tied: bool = False
     data: Array = field(default=None, repr=False)
     grad: Array = field(default=None, repr=False)
 

@@ -1,95 +1,195 @@
 """Runs a schedule on the units of this stage and owns everything in flight."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from mpipar.errors import ShapeError
 from mpipar.layers.base import Layer, Step, nbytes
 from mpipar.layers.model import UnitHooks
 from mpipar.pipeline.schedules import Action
+from mpipar.pipeline.transfer import Transfer
 
 Array = Any
+Key = tuple[int, int]  # chunk, micro-batch
 
 
-def peak_saved(saved: Sequence[int], given: int, again: Collection[int]) -> int:
-    """Most bytes that one micro-batch keeps, as `Executor.peak_bytes` counts them.
+class Held(NamedTuple):
+    """Bytes of one unit and micro-batch.
 
-    saved   what each unit saves;  given  the input that those of `again` keep instead
+    saved  by forward;  left  by the input gradient;  given  of its input
     """
-    kept = [given if i in again else size for i, size in enumerate(saved)]
-    return max(sum(kept), *(sum(kept[:i]) + saved[i] for i in again), 0)
+
+    saved: int
+    left: int
+    given: int
+
+
+def peak_bytes(
+    actions: Iterable[Action],
+    chunks: Sequence[range],
+    held: Sequence[Held],
+    again: Collection[int],
+) -> int:
+    """Most bytes that a stage holds, as `Executor.peak_bytes` counts them.
+
+    chunks  units of each;  held  of each unit;  again  as in `Executor`
+    """
+    kept = [h.given if i in again else h.saved for i, h in enumerate(held)]
+    now = peak = 0
+    for kind, _, chunk in actions:
+        if kind == "F":
+            now += sum(kept[i] for i in chunks[chunk])
+        elif kind == "W":
+            now -= sum(held[i].left for i in chunks[chunk])
+        else:
+            for index in reversed(chunks[chunk]):
+                now -= kept[index]
+                if index in again:
+                    peak = max(peak, now + held[index].saved)
+                if kind == "B":
+                    now += held[index].left
+        peak = max(peak, now)
+    return peak
 
 
 class Executor:
-    """Runs schedules over a row of units, the last of which returns the loss.
+    """Runs actions over the units of one stage; the last of the model returns the loss.
 
-    hooks        told before and after every run of a unit
-    again        which units save their input alone, and run forward again before
-                 backward (Chen et al. 2016)
-    peak_bytes   most bytes that forward passes had saved during the last run, those
-                 made again included; what a backward pass holds is not counted
+    units, chunks  as in `Model`
+    hooks          told before and after every run of a unit
+    transfer       to and from the other stages
+    again          which units save their input alone, and run forward again before
+                   backward (Chen et al. 2016)
+
+    peak_bytes     most bytes held between actions of the last run: saved by forward
+                   passes, or left for weight gradients; a unit made again counts too
+    peak_in_flight most chunks held at a time that had run forward, and whose weight
+                   gradients were missing
+    seconds        of the last run;  waited  of them, for other stages
     """
 
     def __init__(
-        self, units: Sequence[Layer], hooks: UnitHooks, again: Collection[int] = ()
+        self,
+        units: Sequence[Layer],
+        chunks: Sequence[range],
+        hooks: UnitHooks,
+        transfer: Transfer,
+        again: Collection[int] = (),
     ) -> None:
-        self.units, self.hooks, self.again = list(units), hooks, frozenset(again)
-        self.peak_bytes = 0
-        self._saved: dict[int, list] = {}
+        self.units, self.chunks, self.hooks = list(units), list(chunks), hooks
+        self.transfer, self.again = transfer, frozenset(again)
+        self.peak_bytes = self.peak_in_flight = 0
+        self.seconds = self.waited = 0.0
+        self._saved: dict[Key, list] = {}
+        self._left: dict[Key, list] = {}
+        self._steps: Sequence[Step] = ()
 
     def run(
         self,
         actions: Sequence[Action],
         inputs: Sequence[Array],
+        shapes: Sequence[tuple[int, ...]],
         steps: Sequence[Step],
     ) -> list[float]:
-        """Loss of each micro-batch, summed over its tokens.
+        """Loss of each micro-batch, summed over its tokens; 0 where the head is not.
 
         actions    what to do, in order
         inputs     token ids (b, s) of each micro-batch
+        shapes     of each in the residual stream, (b, s/u, d)
         """
-        self.peak_bytes = 0
+        began = time.perf_counter()
+        self.peak_bytes = self.peak_in_flight = 0
+        self.waited, self._steps = 0.0, steps
         losses = [0.0] * len(inputs)
-        last = max((a.micro_batch for a in actions if a.kind == "BW"), default=-1)
-        keep = last >= 0
-        for kind, number in actions:
+        finals = {a.chunk: place for place, a in enumerate(actions) if "W" in a.kind}
+        self.transfer.begin(actions, shapes)
+        for place, (kind, number, chunk) in enumerate(actions):
+            last = finals.get(chunk) == place
             if kind == "F":
-                losses[number] = self._forward(
-                    inputs[number], steps[number], number, keep
-                )
+                loss = self._forward(chunk, number, inputs[number], keep=bool(finals))
+                losses[number] += loss
+            elif kind == "W":
+                self._weights(chunk, number, last=last)
             else:
-                self._backward(number, steps[number], last=number == last)
-        if self._saved:
-            raise ShapeError(
-                f"schedule left micro-batches {sorted(self._saved)} in flight"
-            )
+                self._backward(chunk, number, weights=kind == "BW", last=last)
+        self.transfer.finish()
+        if self._saved or self._left:
+            flying = sorted({*self._saved, *self._left})
+            raise ShapeError(f"schedule left (chunk, micro-batch) {flying} in flight")
+        self.seconds = time.perf_counter() - began
         return losses
 
-    def _forward(self, x: Array, step: Step, number: int, keep: bool) -> float:
+    def _forward(self, chunk: int, number: int, x: Array, *, keep: bool) -> float:
+        """The loss where the chunk ends the model, else 0."""
+        if not self.transfer.is_first(chunk):
+            x = self._receive("act", number, chunk)
         saved = []
-        for index, unit in enumerate(self.units):
+        for index in self.chunks[chunk]:
             self.hooks.forward_begins(index)
             given = x
-            x, kept = unit.forward(x, step)
+            x, kept = self.units[index].forward(x, self._steps[number])
             self.hooks.forward_ended(index)
             if keep:
                 saved.append(given if index in self.again else kept)
-                del kept
+            del kept
+            self.transfer.poll()
         if keep:
-            self._saved[number] = saved
-            self.peak_bytes = max(self.peak_bytes, nbytes(*self._saved.values()))
-        return x
+            self._saved[chunk, number] = saved
+            self._note()
+        if self.transfer.is_last(chunk):
+            return x
+        self.transfer.send(x, "act", number, chunk)
+        return 0.0
 
-    def _backward(self, number: int, step: Step, *, last: bool) -> None:
-        saved = self._saved[number]
-        dy = None
-        for index in range(len(self.units) - 1, -1, -1):
+    def _backward(self, chunk: int, number: int, *, weights: bool, last: bool) -> None:
+        """Input gradients of a chunk, and its weight gradients or what they need."""
+        saved, left, dy = self._saved[chunk, number], [], None
+        if not self.transfer.is_last(chunk):
+            dy = self._receive("grad", number, chunk)
+        for index in reversed(self.chunks[chunk]):
             self.hooks.backward_begins(index)
             kept = saved.pop()
             if index in self.again:
-                _, kept = self.units[index].forward(kept, step)
-                held = nbytes(*self._saved.values(), kept)
-                self.peak_bytes = max(self.peak_bytes, held)
-            dy = self.units[index].backward(dy, kept)
-            self.hooks.backward_ended(index, last=last)
-        del self._saved[number]
+                _, kept = self.units[index].forward(kept, self._steps[number])
+                self._note(kept, left)
+            dy, rest = self.units[index].backward_input(dy, kept)
+            del kept
+            self.hooks.backward_ended(index)
+            if weights:
+                self._add(index, rest, last=last)
+            else:
+                left.append(rest)
+            del rest
+            self.transfer.poll()
+        del self._saved[chunk, number]
+        if not weights:
+            self._left[chunk, number] = left
+            self._note()
+        if not self.transfer.is_first(chunk):
+            self.transfer.send(dy, "grad", number, chunk)
+
+    def _weights(self, chunk: int, number: int, *, last: bool) -> None:
+        """The weight gradients of a chunk whose input gradients have been made."""
+        left = self._left.pop((chunk, number))
+        for index in reversed(self.chunks[chunk]):
+            self._add(index, left.pop(0), last=last)
+            self.transfer.poll()
+
+    def _add(self, index: int, left: Any, *, last: bool) -> None:
+        self.hooks.weight_begins(index)
+        self.units[index].backward_weight(left)
+        self.hooks.weight_ended(index, last=last)
+
+    def _receive(self, kind: str, number: int, chunk: int) -> Array:
+        began = time.perf_counter()
+        x = self.transfer.receive(kind, number, chunk)
+        self.waited += time.perf_counter() - began
+        return x
+
+    def _note(self, *more: Any) -> None:
+        """Takes in what is held now."""
+        held = nbytes(*self._saved.values(), *self._left.values(), *more)
+        self.peak_bytes = max(self.peak_bytes, held)
+        flying = len({*self._saved, *self._left})
+        self.peak_in_flight = max(self.peak_in_flight, flying)

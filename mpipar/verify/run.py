@@ -150,7 +150,7 @@ def _compare_tensors(
     gathered = {}
     shown = "gradients" if kind == "gradients" else "values"
     for parameters in layout.state.whole_units(shown):
-        gathered |= global_arrays(parameters, select, layout.grid)
+        gathered |= global_arrays(parameters, select, layout.grid, layout.ops.dtype)
     if serial is None:
         return
     exact = {p.name: select(p) for p in serial[0].flat.parameters}

@@ -11,18 +11,16 @@ class UnitBuffers:
     """`count` buffers of the size of the largest block, and one for each root unit, of
     the operand type.
 
-    The root is the first and the last unit: embedding and head, which may share a
-    weight and are in use for longer than a block. Ranks that reduce or gather together
-    reach each other's buffers.
+    The root units are those of embedding and head, which are in use for longer than a
+    block. Ranks that reduce or gather together reach each other's buffers.
 
     all    the arrays, those of the root first
-    root   indices of the root units
     """
 
     def __init__(self, flat: FlatState, count: int) -> None:
         self._sizes = [unit.size for unit in flat.units]
-        self.root = sorted({0, len(self._sizes) - 1})
-        blocks = self._sizes[1:-1]
+        self.root = flat.root
+        blocks = [n for i, n in enumerate(self._sizes) if i not in self.root]
         sizes = [self._sizes[index] for index in self.root]
         sizes += [max(blocks)] * min(count, len(blocks)) if blocks else []
         dtype = flat.ops.operand_dtype

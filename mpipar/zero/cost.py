@@ -1,10 +1,11 @@
 """What training state costs by formula: bytes held on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def state_bytes(
     sizes: Sequence[int],
+    root: Collection[int],
     *,
     stage: int,
     ranks: int,
@@ -15,10 +16,7 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes of each kind of training state, under the names of metrics.
 
-    The first and the last of the units are the root, and B = 1 + prefetch of the blocks
-    between them fit into the buffers of stage 3.
-
-    sizes          items of each unit, padded
+    sizes          items of each unit, padded;  root  those of embedding and head
     ranks          that share a copy;  prefetch  blocks fetched early
     accumulation   micro-batches of a step
     item           bytes of a number of the compute type;  operand_item  of the operand
@@ -26,17 +24,17 @@ def state_bytes(
     """
     whole = sum(sizes)
     part = whole // ranks if stage else whole
-    root = sum(sizes[i] for i in {0, len(sizes) - 1})
-    blocks = sizes[1:-1]
+    ends = sum(sizes[i] for i in root)
+    blocks = [size for i, size in enumerate(sizes) if i not in root]
     largest = max(blocks, default=0)
     summed = item if accumulation > 1 else operand_item
     buffers = 0
     if stage >= 2:
-        beside = max(sizes) // ranks if accumulation > 1 else 0
-        buffers += operand_item * (root + min(2, len(blocks)) * largest)
+        beside = max(sizes, default=0) // ranks if accumulation > 1 else 0
+        buffers += operand_item * (ends + min(2, len(blocks)) * largest)
         buffers += summed * beside
     if stage == 3:
-        buffers += operand_item * (root + min(1 + prefetch, len(blocks)) * largest)
+        buffers += operand_item * (ends + min(1 + prefetch, len(blocks)) * largest)
     return {
         "params": operand_item * (part if stage == 3 else whole),
         "grads": summed * (part if stage >= 2 else whole),

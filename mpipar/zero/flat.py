@@ -28,6 +28,11 @@ class Unit:
         self.size = -(-self.filled // multiple) * multiple
 
     @property
+    def is_tied(self) -> bool:
+        """True where another pipeline stage has a summand of its gradient."""
+        return any(p.tied for p in self.parameters)
+
+    @property
     def stretch(self) -> slice:
         """Where it lies in arrays of the whole model."""
         return slice(self.begin, self.begin + self.size)
@@ -92,6 +97,7 @@ class FlatState:
     data    (size,) in the operand type; None where no rank holds them whole
     grad    (size,) in `grad_dtype`; None likewise
     units   in the order of the forward pass
+    root    those of embedding and head
 
     axis         ranks whose buffers are reduced or gathered together: in host memory
                  they share them, so all of them make it together
@@ -106,12 +112,13 @@ class FlatState:
         ops: Ops,
         axis: Any = None,
         *,
+        root: Sequence[int] = (),
         multiple: int = 1,
         values: bool = True,
         gradients: bool = True,
         grad_dtype: np.dtype | None = None,
     ) -> None:
-        self.ops, self.axis = ops, axis
+        self.ops, self.axis, self.root = ops, axis, list(root)
         self.grad_dtype = grad_dtype or ops.operand_dtype
         self.parameters: list[Parameter] = [p for unit in units for p in unit]
         self.units: list[Unit] = []

@@ -1,7 +1,8 @@
 """Gradient sums over the ranks that hold the same parameters, during backward.
 
-Backward finishes units from the last to the first. Parameters that are whole on ranks
-of a tensor-parallel group have summands there; these are added up first.
+Parameters that are whole on ranks of a tensor-parallel group have summands there; these
+are added up first. A tied weight has its other summand on another pipeline stage; this
+is added last, when neither stage has anything else to do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,8 @@ class WholeGradients:
 
     buffer_bytes = 0
 
-    def __init__(self, flat: FlatState, partials: Partials) -> None:
-        self.flat, self.partials = flat, partials
+    def __init__(self, flat: FlatState, partials: Partials, ties: Any) -> None:
+        self.flat, self.partials, self.ties = flat, partials, ties
         self._handles: list[Any] = []
 
     @property
@@ -57,17 +58,17 @@ class WholeGradients:
         self.flat.grad[...] = 0.0
 
     def need(self, index: int) -> None:
-        """Backward comes to unit `index`."""
+        """Gradients of unit `index` are about to be added to."""
 
     def done(self, index: int, *, last: bool) -> None:
-        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        """Gradients of unit `index` were added to, for the last time or not."""
         if last:
             for handle in self._handles:
                 handle.test()
             self._final(index)
 
     def _final(self, index: int) -> None:
-        """The gradients of unit `index` and of all later units are final."""
+        """The gradients of unit `index` are final."""
         raise NotImplementedError
 
     def _wait(self) -> None:
@@ -79,20 +80,28 @@ class WholeGradients:
 class BucketedGradients(WholeGradients):
     """Stage 0: every rank gets all sums.
 
-    The reduction of a bucket starts as soon as all of its gradients are final. A bucket
-    is the stretch of the flat gradient from the unit just finished to the last bucket
-    started; one of at least `bucket_bytes` is reduced by one message (Li et al. 2020,
-    3.2.3). Volume 2 (N−1)/N of the gradients a step.
+    Backward finishes units from the last to the first. The reduction of a bucket starts
+    as soon as all of its gradients are final. A bucket is the stretch of the flat
+    gradient from the unit just finished to the last bucket started; one of at least
+    `bucket_bytes` is reduced by one message (Li et al. 2020, 3.2.3). Volume 2 (N−1)/N
+    of the gradients a step.
 
     axis   communicator of the data axis
     """
 
     def __init__(
-        self, flat: FlatState, axis: Any, partials: Partials, bucket_bytes: float
+        self,
+        flat: FlatState,
+        axis: Any,
+        partials: Partials,
+        ties: Any,
+        bucket_bytes: float,
     ) -> None:
-        super().__init__(flat, partials)
+        super().__init__(flat, partials, ties)
         self.axis, self.bucket_bytes = axis, bucket_bytes
-        self._open = flat.size
+        # Where the last bucket begins, and how many units lie before the final ones
+        self._open, self._left = flat.size, len(flat.units)
+        self._finals: set[int] = set()
 
     def own(self, index: int) -> Array:
         """What this rank's optimizer reads of a unit's gradients."""
@@ -102,11 +111,19 @@ class BucketedGradients(WholeGradients):
         """Waits until every gradient is the sum over all of its axes."""
         self._start(0)
         self._wait()
-        self._open = self.flat.size
+        self._open, self._left = self.flat.size, len(self.flat.units)
+        self._finals.clear()
         self.partials.sum(self.flat.parameters)
+        sum_ties(self)
 
     def _final(self, index: int) -> None:
-        lo = self.flat.units[index].begin
+        # A schedule may finish a unit before a later one.
+        self._finals.add(index)
+        while self._left - 1 in self._finals:
+            self._left -= 1
+        if self._left == len(self.flat.units):
+            return
+        lo = self.flat.units[self._left].begin
         if (self._open - lo) * self.flat.grad.dtype.itemsize >= self.bucket_bytes:
             self._start(lo)
 
@@ -128,9 +145,9 @@ class ScatteredGradients(WholeGradients):
     """
 
     def __init__(
-        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials, ties: Any
     ) -> None:
-        super().__init__(flat, partials)
+        super().__init__(flat, partials, ties)
         self.shard, self.replicas = shard, replicas
 
     def own(self, index: int) -> Array:
@@ -141,6 +158,7 @@ class ScatteredGradients(WholeGradients):
         """Waits until the own part of every gradient is the sum over all axes."""
         self._wait()
         sum_copies(self, self.replicas)
+        sum_ties(self)
 
     def _final(self, index: int) -> None:
         unit = self.flat.units[index]
@@ -153,27 +171,29 @@ class ScatteredGradients(WholeGradients):
 class ShardedGradients:
     """Stages 2 and 3: a rank keeps the sums it updates, and nothing else.
 
-    Backward writes a unit's gradients into one of two buffers of the size of the
-    largest block; a reduce-scatter per unit and micro-batch adds them to the own part,
-    while backward fills the other one. Where there are several micro-batches, the own
-    part is of the compute type. The root (first and last unit: embedding and
-    head, which may share a weight) has buffers of its own. Volume a (S−1)/S of the
-    gradients a step, and 2 (R−1)/R of a part.
+    Backward adds a unit's gradients to one of two buffers of the size of the largest
+    block; a reduce-scatter per unit and micro-batch adds them to the own part, while
+    backward fills the other one. Where there are several micro-batches, the own part is
+    of the compute type. The root (embedding and head, which may share a weight) has
+    buffers of its own. Volume a (S−1)/S of the gradients a step, and 2 (R−1)/R of a
+    part.
 
     Source   Rajbhandari et al. 2020 (ZeRO stage 2)
     """
 
     def __init__(
-        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials, ties: Any
     ) -> None:
         self.flat, self.shard, self.replicas = flat, shard, replicas
-        self.partials = partials
+        self.partials, self.ties = partials, ties
         part = flat.size // shard.size
         self._own = flat.zeros(part, flat.grad_dtype, shared=False)
         self._buffers = UnitBuffers(flat, 2)
         # Where sums of later micro-batches arrive; most runs have one
         self._sums: Array = None
-        # Units without sums so far, and sums that are on their way
+        # Units that have a buffer to add to, those without sums so far, and sums that
+        # are on their way
+        self._bound: set[int] = set()
         self._fresh: set[int] = set()
         self._handles: dict[int, Any] = {}
 
@@ -197,23 +217,26 @@ class ShardedGradients:
         self._fresh = set(range(len(self.flat.units)))
 
     def need(self, index: int) -> None:
-        """Backward comes to unit `index`: zeros to add its gradients to."""
-        buffers = self._buffers
-        if index == len(self.flat.units) - 1:
-            for root in buffers.root:
-                self._settle(root)
-                self._bind(root)
-        if index in buffers.root:
+        """Gradients of unit `index` are about to be added to: there must be some."""
+        if index in self._bound:
             return
-        if buffers.is_full:
-            oldest = buffers.blocks[0]
-            self._settle(oldest)
-            buffers.drop(oldest)
-        buffers.add(index)
-        self._bind(index)
+        buffers = self._buffers
+        self._settle(index)
+        if index not in buffers.root:
+            if index not in buffers.blocks and buffers.is_full:
+                oldest = buffers.blocks[0]
+                self._settle(oldest)
+                buffers.drop(oldest)
+            if index not in buffers.blocks:
+                buffers.add(index)
+            buffers.use(index)
+        buffer = buffers.of(index)
+        buffer[...] = 0.0
+        self.flat.units[index].bind_gradients(buffer)
+        self._bound.add(index)
 
     def done(self, index: int, *, last: bool) -> None:
-        """Backward has passed unit `index`, of the step's last micro-batch or not."""
+        """Gradients of unit `index` were added to, for the last time or not."""
         for handle in self._handles.values():
             handle.test()
         unit = self.flat.units[index]
@@ -224,6 +247,7 @@ class ShardedGradients:
         out = own if index in self._fresh else self._beside(len(own))
         self._handles[index] = self.shard.reduce_scatter_start(grad, out=out)
         unit.bind_gradients(None)
+        self._bound.discard(index)
 
     def finish(self) -> None:
         """Waits until the own part of every gradient is the sum over all axes."""
@@ -232,11 +256,7 @@ class ShardedGradients:
         for index in self._buffers.blocks:
             self._buffers.drop(index)
         sum_copies(self, self.replicas)
-
-    def _bind(self, index: int) -> None:
-        buffer = self._buffers.of(index)
-        buffer[...] = 0.0
-        self.flat.units[index].bind_gradients(buffer)
+        sum_ties(self)
 
     def _beside(self, size: int) -> Array:
         if self._sums is None:
@@ -259,7 +279,8 @@ class ShardedGradients:
         if index in self._fresh:
             self._fresh.discard(index)
         else:
-            self.own(index)[...] += sums
+            ops = self.flat.ops
+            ops.add_to(self.own(index), ops.wide(sums))
 
 
 def sum_copies(gradients: Any, replicas: Any) -> None:
@@ -272,3 +293,10 @@ def sum_copies(gradients: Any, replicas: Any) -> None:
     ]
     for handle in handles:
         handle.wait()
+
+
+def sum_ties(gradients: Any) -> None:
+    """Adds up the own parts of tied weights, which lie alike on both stages."""
+    for index, unit in enumerate(gradients.flat.units):
+        if unit.is_tied:
+            gradients.ties.all_reduce(gradients.own(index))

@@ -45,6 +45,7 @@ class TrainingState(UnitHooks):
     shard      of those of them that share one set of parts; replicas  of those that
                hold the same parts
     partials   communicator of each axis that parameters name as `partial`
+    ties       of the pipeline stages that both have a tied weight
     accumulation   micro-batches of a step
     """
 
@@ -58,6 +59,7 @@ class TrainingState(UnitHooks):
         shard: Any,
         replicas: Any,
         partials: Mapping[str, Any],
+        ties: Any,
         prefetch: int = 1,
         bucket_bytes: float = 0.0,
         accumulation: int = 1,
@@ -66,26 +68,41 @@ class TrainingState(UnitHooks):
         self.shard = shard if self.stage else None
         # Every rank of stage 0 updates all: sums and buffers have the same axis.
         self.replicas = replicas if self.stage else grad
+        self.prefetch, self._chunks = prefetch, model.chunks
+        groups = model.groups()
+        self._uses = groups.uses
+        # Units of the model that read a group: it is reduced when the first one's
+        # gradients are there, and final once that is so for all of them.
+        readers = [set() for _ in groups.parameters]
+        for unit, used in enumerate(groups.uses):
+            for group in used:
+                readers[group].add(unit)
+        self._readers, self._finals = readers, set()
         sums = Partials(partials, ops.xp)
         item = ops.operand_dtype.itemsize
         self.flat = FlatState(
-            list(model.unit_parameters()),
+            groups.parameters,
             ops,
             self.shard or grad,
+            root=groups.ends,
             multiple=shard.size * ALIGNED_BYTES // item if self.stage else 1,
             values=self.stage < 3,
             gradients=self.stage < 2,
             grad_dtype=ops.dtype if accumulation > 1 else ops.operand_dtype,
         )
         if self.stage == 0:
-            self.gradients = BucketedGradients(self.flat, grad, sums, bucket_bytes)
+            self.gradients = BucketedGradients(
+                self.flat, grad, sums, ties, bucket_bytes
+            )
         else:
             kind = ScatteredGradients if self.stage == 1 else ShardedGradients
-            self.gradients = kind(self.flat, shard, replicas, sums)
+            self.gradients = kind(self.flat, shard, replicas, sums, ties)
         if self.stage < 3:
             self.values = WholeValues(self.flat, self.shard)
         else:
             self.values = GatheredValues(self.flat, shard, prefetch)
+        # How many units a rank has at most
+        self.rounds = len(self.flat.units)
         parts = self.shard.size if self.shard else 1
         self.masters = Masters(self.flat, self.values, parts)
 
@@ -113,31 +130,65 @@ class TrainingState(UnitHooks):
             found.append(Piece(unit, begin, begin + len(data), data, grad))
         return found
 
-    # What the executor tells
+    # What the executor tells of the model's units
 
     def forward_begins(self, index: int) -> None:
-        self.values.need(index, +1)
+        self._need(index, +1)
 
     def forward_ended(self, index: int) -> None:
-        self.values.done(index)
+        self._done(index)
 
     def backward_begins(self, index: int) -> None:
-        self.values.need(index, -1)
-        self.gradients.need(index)
+        self._need(index, -1)
 
-    def backward_ended(self, index: int, *, last: bool) -> None:
-        self.gradients.done(index, last=last)
-        self.values.done(index)
+    def backward_ended(self, index: int) -> None:
+        self._done(index)
+
+    def weight_begins(self, index: int) -> None:
+        for group in self._uses[index]:
+            self.gradients.need(group)
+
+    def weight_ended(self, index: int, *, last: bool) -> None:
+        if last:
+            self._finals.add(index)
+        for group in reversed(self._uses[index]):
+            readers = self._readers[group]
+            final = last and readers <= self._finals
+            if final or index == min(readers):
+                self.gradients.done(group, last=final)
+
+    def begin(self) -> None:
+        """A step begins: nothing is summed yet."""
+        self._finals.clear()
+        self.gradients.begin()
+
+    def _need(self, index: int, then: int) -> None:
+        """Values of a unit, and soon of those in direction `then` in its chunk."""
+        chunk = next(chunk for chunk in self._chunks if index in chunk)
+        ahead = [index + then * step for step in range(1, 1 + self.prefetch)]
+        later = [g for i in ahead if i in chunk for g in self._uses[i]]
+        self.values.need(self._uses[index], later)
+
+    def _done(self, index: int) -> None:
+        for group in self._uses[index]:
+            self.values.done(group)
 
     # For those who look at whole tensors
 
     def whole_units(
         self, kind: Literal["values", "gradients"]
     ) -> Iterator[list[Parameter]]:
-        """The parameters of one unit after the other, each while it is `shown`."""
-        for index in range(len(self.flat.units)):
-            with self.shown(index, kind) as unit:
-                yield unit.parameters
+        """The parameters of one unit after the other, each while it is `shown`.
+
+        Collective over all ranks: one with fewer units than others ends with empty
+        lists.
+        """
+        for index in range(self.rounds):
+            if index < len(self.flat.units):
+                with self.shown(index, kind) as unit:
+                    yield unit.parameters
+            else:
+                yield []
 
     @contextmanager
     def shown(self, index: int, kind: Literal["values", "gradients"]) -> Iterator[Unit]:

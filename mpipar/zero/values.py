@@ -1,5 +1,6 @@
 """Where parameter values live: whole on every rank, or gathered when a unit runs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpipar.zero.buffers import UnitBuffers
@@ -38,8 +39,8 @@ class WholeValues:
         """Takes (size,) values in the compute type for a unit."""
         self.flat.ops.store(whole, self.flat.data[self.flat.units[index].stretch])
 
-    def need(self, index: int, then: int) -> None:
-        """Unit `index` is about to run; always ready."""
+    def need(self, now: Sequence[int], later: Sequence[int] = ()) -> None:
+        """Units `now` are about to run; always ready."""
 
     def done(self, index: int) -> None:
         """Unit `index` has run."""
@@ -61,8 +62,8 @@ class GatheredValues:
     runs, the next `prefetch` in the direction of the pass are on their way. A buffer
     is taken from a unit only when another one needs it, so that the last blocks of a
     forward pass are still there when backward begins, and the first ones when the next
-    micro-batch does. The root (first and last unit: embedding and head, which may
-    share a weight) has buffers of its own and is gathered once per update.
+    micro-batch does. The root (embedding and head, which may share a weight) has
+    buffers of its own and is gathered once per update.
 
     Volume of a step with a micro-batches and B = 1 + prefetch < L blocks, in units of
     (S−1)/S of a block: a L forward, a (L − B) backward, less (a − 1) B: at most 2a.
@@ -72,7 +73,7 @@ class GatheredValues:
     """
 
     def __init__(self, flat: FlatState, shard: Any, prefetch: int) -> None:
-        self.flat, self.shard, self.prefetch = flat, shard, prefetch
+        self.flat, self.shard = flat, shard
         part = flat.size // shard.size
         self._own = flat.zeros(part, flat.ops.operand_dtype, shared=False)
         self._buffers = UnitBuffers(flat, 1 + prefetch)
@@ -100,15 +101,15 @@ class GatheredValues:
         self.flat.ops.store(cut(whole, self.shard), self.own(index))
         self._drop(index)
 
-    def need(self, index: int, then: int) -> None:
-        """Unit `index` is about to run, then those in direction `then` (±1; 0 none)."""
-        last = len(self.flat.units) - 1
-        window = [index + then * ahead for ahead in range(1 + self.prefetch)]
-        window = [i for i in dict.fromkeys(window) if 0 <= i <= last]
-        self._start(index, window)
-        self._finish(index)
-        for following in window[1:]:
-            self._start(following, window)
+    def need(self, now: Sequence[int], later: Sequence[int] = ()) -> None:
+        """Units `now` are about to run, and then units `later`."""
+        window = [*now, *later]
+        for index in now:
+            self._start(index, window)
+        for index in now:
+            self._finish(index)
+        for index in later:
+            self._start(index, window)
 
     def done(self, index: int) -> None:
         """Unit `index` has run: its buffer goes when another one needs it."""
@@ -119,7 +120,7 @@ class GatheredValues:
         for index in [*self._handles, *self._ready]:
             self._drop(index)
 
-    def _start(self, index: int, window: list[int]) -> None:
+    def _start(self, index: int, window: Sequence[int]) -> None:
         """Begins to gather a unit that is not there; those of the window stay."""
         if index in self._ready or index in self._handles:
             return

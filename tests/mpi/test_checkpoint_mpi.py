@@ -45,7 +45,7 @@ def read(family: str) -> Recipe:
 def make(recipe: Recipe, grid: Any, seed: int = 7) -> tuple[Any, FlatState]:
     """A model on this grid, with weights that make different tokens likely."""
     model = build_model(recipe.model, ops=OPS, tp=grid.tp, sequence=False)
-    flat = FlatState(list(model.unit_parameters()), OPS)
+    flat = FlatState(model.groups().parameters, OPS)
     flat.initialize(seed)
     flat.data *= 12
     return model, flat
@@ -112,7 +112,7 @@ def test_weights_move_to_another_layout(
     with Grid(comm, {"tp": after, "dp": comm.size // after}) as grid:
         _, flat = make(read(family), grid, seed=99)
         load_weights(file, flat.parameters, OPS)
-        found = dict(global_arrays(flat.parameters, lambda p: p.data, grid))
+        found = dict(global_arrays(flat.parameters, lambda p: p.data, grid, OPS.dtype))
     if comm.rank == 0:
         for name, array in serial_arrays(read(family)).items():
             assert np.array_equal(found[name], array), name

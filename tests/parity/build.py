@@ -58,6 +58,10 @@ def serial_recipe(recipe: Recipe) -> Recipe:
     """The same training on one rank, the whole global batch at once."""
     alone = {
         "parallel.tensor": 1,
+        "parallel.pipeline": 1,
+        "parallel.schedule": "1f1b",
+        "parallel.chunks": 1,
+        "parallel.partition": "even",
         "parallel.data": 1,
         "parallel.sequence": False,
         "parallel.order": ("tp", "cp", "dp", "pp"),

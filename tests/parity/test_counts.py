@@ -139,7 +139,7 @@ def test_data_parallel_messages(comm, tp, dp, m):
 def test_buckets_follow_their_size(comm, bucket, tied):
     words = [f"parallel.bucket_mb={bucket}", "model.layers=3", f"model.tied={tied}"]
     sent, engine = count_step(make_recipe(2, *words), comm)
-    sizes = [sum(p.size for p in unit) for unit in engine.model.unit_parameters()]
+    sizes = [sum(p.size for p in unit) for unit in engine.model.groups().parameters]
     # From the last unit to the first, a bucket closes once it is large enough.
     buckets, held = 0, 0
     for size in reversed(sizes):
@@ -199,6 +199,7 @@ def test_memory_is_what_the_formulas_say(comm, tp, dp, sequence):
         "params": 4 * items,
         "grads": 4 * items,
         "optimizer": 2 * 4 * items,
+        "masters": 0,
         "unit_buffers": 0,
         "activations_peak": engine.executor.peak_bytes,
     }

@@ -90,7 +90,7 @@ def trained(recipe, comm):
             assert take_step(engine, make_batch(recipe, step)).updated
         rounded = []
         for index in range(len(engine.flat.units)):
-            engine.state.values.need(index, 0)
+            engine.state.values.need([index])
             unit = engine.flat.units[index]
             rounded += [p.data.copy() for p in unit.parameters]
             engine.state.values.done(index)

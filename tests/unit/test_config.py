@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from mpipar.config import AXES, Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.config.recipe import SECTIONS
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 
 SHORT = "[model]\nlayers = 2\nwidth = 64\nheads = 4\ncontext = 64\n"
@@ -315,8 +316,19 @@ def recipes(draw) -> Recipe:
     sharded = tables["parallel"]["zero"] > 0
     tables["parallel"] |= {"tensor": tensor, "data": data}
     tables["parallel"] |= {"zero_shard": shard if sharded else 0}
+    stages, schedule = draw(st.integers(1, 4)), draw(st.sampled_from(list(NEEDS)))
+    least, most = NEEDS[schedule].chunks
+    chunks = draw(st.integers(least, most or 5))
+    counts = draw(st.lists(st.integers(0, 9), min_size=stages * chunks).filter(any))
+    counts = counts[: stages * chunks - 1] + [1]
+    counts += [0] * (stages * chunks - len(counts))
+    words = ["even", "measured", ",".join(map(str, counts))]
+    model["layers"] = sum(counts)
+    tables["parallel"] |= {"pipeline": stages, "schedule": schedule, "chunks": chunks}
+    tables["parallel"] |= {"partition": draw(st.sampled_from(words))}
     train["micro_batch"] = draw(st.integers(1, 5))
-    train["global_batch"] = data * train["micro_batch"] * draw(st.integers(1, 5))
+    most = max(1, NEEDS[schedule].per_stage * stages) + draw(st.integers(0, 5))
+    train["global_batch"] = data * train["micro_batch"] * most
     train["eval_every"] = 0 if not tables["data"]["validation"] else 7
     tables["optimizer"]["warmup"] = draw(st.integers(0, train["steps"]))
     return Recipe.model_validate(tables)
@@ -326,7 +338,7 @@ def recipes(draw) -> Recipe:
 @given(recipes())
 def test_any_valid_recipe_survives_writing_and_reading(recipe):
     assert read_recipe(to_toml(recipe)) == recipe
-    ranks = recipe.parallel.tensor * recipe.parallel.data
+    ranks = recipe.parallel.tensor * recipe.parallel.data * recipe.parallel.pipeline
     assert read_recipe(to_toml(recipe), ranks=ranks) == resolve(recipe, ranks) == recipe
 
 

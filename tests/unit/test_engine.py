@@ -21,10 +21,8 @@ from mpipar.engine import Engine
 from mpipar.engine.schedule import learning_rate
 from mpipar.errors import ShapeError
 from mpipar.grid import serial_grid
-from mpipar.layers.model import UnitHooks
 from mpipar.models import build_model
 from mpipar.ops import make_ops
-from mpipar.pipeline.executor import Executor
 from mpipar.pipeline.schedules import Action, forward_only, single_stage
 from mpipar.zero.flat import FlatState
 
@@ -68,7 +66,7 @@ def test_initial_weights_are_the_same_in_every_layout(family, tp, sequence):
         model = build_model(
             whole.recipe.model, ops=ops, tp=on_rank(tp, rank), sequence=sequence
         )
-        flat = FlatState(list(model.unit_parameters()), ops)
+        flat = FlatState(model.groups().parameters, ops)
         flat.initialize(whole.recipe.train.seed)
         assert {p.name for p in flat.parameters} == set(exact)
         for p in flat.parameters:
@@ -267,10 +265,10 @@ def test_a_step_leaves_nothing_in_flight(family):
     engine = serial_engine(make_recipe(1, f"model.family={family}"))
     cost = engine.model.cost(8, 16).saved
     batch = make_batch(engine.recipe, 0)
-    for micro, in_flight in ((8, 1), (24, 3)):
-        engine.gradients(cut_batch(batch, micro), 1)
-        assert engine.executor._saved == {}
-        assert engine.executor.peak_bytes == in_flight * cost
+    engine.gradients([batch], 1)
+    assert engine.executor._saved == engine.executor._left == {}
+    assert engine.executor.peak_bytes == 3 * cost
+    assert engine.executor.peak_in_flight == 1
     engine.evaluate([batch], 1)
     assert engine.executor._saved == {}
     assert engine.executor.peak_bytes == 0
@@ -278,18 +276,17 @@ def test_a_step_leaves_nothing_in_flight(family):
 
 def run_actions(actions: list[Action]) -> list[float]:
     engine = serial_engine(make_recipe(1))
-    parts = cut_batch(make_batch(engine.recipe, 0), 12)
-    return Executor(engine.model.units, UnitHooks()).run(
-        actions,
-        [part.tokens for part in parts],
-        [engine._step(part, 1, training=True) for part in parts],
-    )
+    batches = cut_batch(make_batch(engine.recipe, 0), 12)
+    engine.state.begin()
+    return engine._run(actions, batches, 1, training=True)
 
 
 def test_a_schedule_that_leaves_something_in_flight_is_refused():
     forward = [Action("F", 0), Action("F", 1)]
-    with pytest.raises(ShapeError, match=r"\[1\]"):
+    with pytest.raises(ShapeError, match=r"\[\(0, 1\)\]"):
         run_actions([*forward, Action("BW", 0)])
+    with pytest.raises(ShapeError, match=r"\[\(0, 0\)\]"):
+        run_actions([*forward, Action("BW", 1), Action("B", 0)])
     in_order = run_actions(single_stage(2))
     assert run_actions([*forward, Action("BW", 1), Action("BW", 0)]) == in_order
 

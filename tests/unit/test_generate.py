@@ -43,7 +43,7 @@ def lively_model(family: str, precision: str, kv_heads: int) -> tuple[Model, Ops
     recipe = read_recipe(text, ranks=1)
     ops = make_ops("cpu", precision)
     model = build_model(recipe.model, ops=ops, tp=serial_grid().tp, sequence=False)
-    flat = FlatState(list(model.unit_parameters()), ops)
+    flat = FlatState(model.groups().parameters, ops)
     flat.initialize(7)
     flat.data *= 12
     return model, ops

@@ -112,8 +112,13 @@ def test_deferred_weight_gradients_in_order_are_the_fused_ones_bit_for_bit(case)
 @pytest.mark.parametrize("s", [1, S])
 def test_saved_bytes_are_the_stated_ones(case, s):
     made = make(case, s)
-    _, saved = made.layer.forward(made.x(), made.step)
-    assert nbytes(saved) == made.layer.cost(BATCH, s).saved
+    y, saved = made.layer.forward(made.x(), made.step)
+    cost = made.layer.cost(BATCH, s)
+    assert nbytes(saved) == cost.saved
+    _, left = made.layer.backward_input(upstream(y), saved)
+    del saved, y
+    assert nbytes(left) == cost.left
+    assert not made.flat.grad.any()
 
 
 @every

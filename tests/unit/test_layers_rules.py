@@ -269,7 +269,7 @@ def test_logits_from_a_cache_are_those_of_the_whole_prefix(family):
         norm_eps=1e-5,
     )  # fmt: skip
     whole = build_model(section, ops=OPS, tp=TP, sequence=False)
-    FlatState(list(whole.unit_parameters()), OPS).initialize(0)
+    FlatState(whole.groups().parameters, OPS).initialize(0)
     ids = np.random.default_rng(0).integers(0, VOCAB, (BATCH, 9))
     cache = KeyValueCache(9, ops=OPS)
 

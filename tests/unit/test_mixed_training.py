@@ -87,10 +87,15 @@ def test_what_layers_save_is_what_they_say(family, way, half):
     engine = engine_of(half, f"model.family={family}", way=way)
     batch = make_batch(engine.recipe, 0)
     step = Step(np.arange(16), batch.samples, batch.labels, count_valid(batch))
-    x = batch.tokens
+    x, kept = batch.tokens, []
     for unit in engine.model.units:
         x, saved = unit.forward(x, step)
         assert nbytes(saved) == unit.cost(*batch.tokens.shape).saved
+        kept.append(saved)
+    dy = None
+    for unit in reversed(engine.model.units):
+        dy, left = unit.backward_input(dy, kept.pop())
+        assert nbytes(left) == unit.cost(*batch.tokens.shape).left
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -22,10 +22,12 @@ class LinearSaved:
 
 @dataclass(slots=True)
 class LinearLeft:
-    """What the weight gradient of a dense layer needs, of the operand type."""
+    """What the weight gradient of a dense layer needs, of the operand type; db where
+    the bias does not see all of dy."""
 
     dy: Array
     x: Array
+    db: Array = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,11 @@ class ColumnLinear(Layer):
         width, item = self.weight.parts[0].shape[1], self.ops.operand_dtype.itemsize
         there = batch * sequence * width * item
         back = batch * sequence * width * self.ops.dtype.itemsize
+        rows = self.weight.rows
         here = Cost(
-            flops=2 * batch * sequence * width * self.weight.rows,
+            flops=2 * batch * sequence * width * rows,
             saved=self.stream.tokens(batch, sequence) * width * item,
+            left=batch * sequence * (rows + width) * item,
         )
         moved = self.stream.leave_cost(there, back) + self.stream.again_cost(there)
         return here + moved
@@ -199,19 +203,27 @@ class RowLinear(Branch):
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
-        dy = self.ops.operand(dy)
+        dy, db = self.ops.operand(dy), None
         if self.bias is not None:
             # y = stream tokens + b: the bias sees this rank's own tokens only.
-            self.ops.linear_db(dy, self.bias.grad)
+            db = self.ops.zeros(self.bias.local_shape)
+            self.ops.linear_db(dy, db)
         dy = self.stream.enter_backward(dy)
-        return self.ops.linear_dx(dy, self.weight.data), LinearLeft(dy, saved.x)
+        return self.ops.linear_dx(dy, self.weight.data), LinearLeft(dy, saved.x, db)
 
     def backward_weight(self, left: LinearLeft) -> None:
         self.ops.linear_dw(left.dy, left.x, self.weight.grad)
+        if self.bias is not None:
+            self.ops.add_to(self.bias.grad, left.db)
 
     def cost(self, batch: int, sequence: int) -> Cost:
         (width, inputs), item = self.weight.local_shape, self.ops.operand_dtype.itemsize
         tokens = batch * sequence
-        here = Cost(flops=2 * tokens * width * inputs, saved=tokens * inputs * item)
+        bias = 0 if self.bias is None else width * self.ops.dtype.itemsize
+        here = Cost(
+            flops=2 * tokens * width * inputs,
+            saved=tokens * inputs * item,
+            left=tokens * (width + inputs) * item + bias,
+        )
         there = tokens * width * self.ops.dtype.itemsize
         return here + self.stream.enter_cost(there, tokens * width * item)

@@ -1,0 +1,98 @@
+"""Partitions are even or the best there are, against all cuts tried one by one."""
+
+import re
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpipar.errors import ConfigError
+from mpipar.pipeline.partition import balanced, check_partition, even
+
+
+def cuts(blocks: int, parts: int) -> list[list[int]]:
+    """Every way to cut a row of blocks."""
+    return [
+        [b - a for a, b in pairwise((0, *inner, blocks))]
+        for inner in combinations_with_replacement(range(blocks + 1), parts - 1)
+    ]
+
+
+def sums(counts: list[int], values: list[int]) -> list[int]:
+    left = list(values)
+    return [sum(left.pop(0) for _ in range(count)) for count in counts]
+
+
+@given(st.integers(0, 60), st.integers(1, 16))
+def test_even_parts_differ_by_one(blocks: int, parts: int):
+    counts = even(blocks, parts)
+    assert check_partition(counts, blocks, parts) == []
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)
+
+
+def test_the_parts_before_the_last_get_more():
+    assert even(10, 4) == [2, 3, 3, 2]
+    assert even(8, 4) == [2, 2, 2, 2]
+    assert even(3, 4) == [1, 1, 1, 0]
+    with pytest.raises(ConfigError, match="8 blocks cannot be cut into 0 parts"):
+        even(8, 0)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_other_cut_is_better(data: st.DataObject):
+    sizes = st.integers(0, 9)
+    times = data.draw(st.lists(sizes, max_size=7))
+    parts, first, last = data.draw(st.tuples(st.integers(1, 4), sizes, sizes))
+    memory = data.draw(st.lists(sizes, min_size=len(times), max_size=len(times)))
+    limit = data.draw(st.none() | st.integers(0, 30))
+
+    def cost(counts: list[int]) -> tuple[int, int]:
+        work = sums(counts, times)
+        work[0] += first
+        work[-1] += last
+        return max(work), sum(time**2 for time in work)
+
+    options = cuts(len(times), parts)
+    heaviest = {tuple(c): max(sums(c, memory)) for c in options}
+    fitting = [c for c in options if limit is None or heaviest[tuple(c)] <= limit]
+    bound = {} if limit is None else {"memory": memory, "limit": limit}
+    if fitting:
+        counts = balanced(times, parts, first=first, last=last, **bound)
+        assert counts in fitting and cost(counts) == min(map(cost, fitting))
+    else:
+        with pytest.raises(ConfigError, match=f"try {min(heaviest.values())} or more"):
+            balanced(times, parts, first=first, last=last, **bound)
+
+
+def test_the_smallest_limit_that_is_named_works():
+    times, memory = [1.0, 2.0, 1.5, 0.5], [0.1, 0.2, 0.3, 0.7]
+    with pytest.raises(ConfigError) as caught:
+        balanced(times, 2, memory=memory, limit=0.4)
+    limit = float(re.search(r"try (\S+) or more", str(caught.value))[1])
+    assert limit == pytest.approx(0.7)
+    assert balanced(times, 2, memory=memory, limit=limit) == [3, 1]
+
+
+def test_wrong_arguments_are_named_together():
+    with pytest.raises(ConfigError) as caught:
+        balanced([1.0], 0, memory=[1.0, 2.0])
+    assert len(caught.value.violations) == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "reasons"),
+    [
+        ([2, 2, 2], ["has 3 parts, but needs 2", "adds up to 6 blocks"]),
+        ([5, -1], ["has -1 blocks in a part"]),
+        ([1, 2], ["adds up to 3 blocks, but the model has 4; try \\[2, 2\\]"]),
+        ([4, 0], []),
+    ],
+)
+def test_partitions_are_checked(counts: list[int], reasons: list[str]):
+    found = check_partition(counts, 4, 2)
+    assert len(found) == len(reasons)
+    for violation, reason in zip(found, reasons, strict=True):
+        assert re.search(reason, violation)
