@@ -4,17 +4,17 @@ from difflib import get_close_matches
 
 from mpipar.config.nearest import advice, divisors, either
 from mpipar.config.register import rule
-from mpipar.config.schedules import NEEDS, is_file
+from mpipar.config.schedules import NEEDS, RUN, is_file
 from mpipar.config.values import Values
 from mpipar.config.write import shown
 
 
 @rule("parallel.schedule")
 def _schedule_is_known(v: Values, schedule: str) -> str | None:
-    if schedule in NEEDS or is_file(schedule):
+    if schedule in RUN or is_file(schedule):
         return None
-    near = get_close_matches(schedule, NEEDS, n=1)
-    names = either(NEEDS)
+    near = get_close_matches(schedule, RUN, n=1)
+    names = either(RUN)
     text = f"{v.say('parallel.schedule')} must be {names}, or a file"
     return text + (f"; try {shown(near[0])}" if near else "")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from mpipar.config.schedules import NEEDS
+from mpipar.config.schedules import RUN
 
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -106,7 +106,7 @@ class Parallel(Section):
     pipeline: Positive = Field(1, description="stages that the blocks are cut into")
     schedule: Text = Field(
         "1f1b",
-        description=f"order of work on the stages: {', '.join(NEEDS)}, or the path of "
+        description=f"order of work on the stages: {', '.join(RUN)}, or the path of "
         "a text file with the actions of each stage",
     )
     chunks: Natural = Field(

@@ -14,7 +14,7 @@ import numpy as np
 from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.schedule import learning_rate
-from mpipar.engine.stages import own_chunks, plan_schedule
+from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
 from mpipar.layers.base import Step
 from mpipar.layers.context import held_positions
 from mpipar.models import build_model
@@ -36,6 +36,8 @@ class StepResult:
     grad_norm  global norm before clipping
     updated    False where the norm was not finite and the step was skipped
     loss_scale what the loss was multiplied by, 1 but in fp16
+    bubble     part of the time of forward and backward passes, over all ranks, that
+               stages waited for each other
     stop       how many ranks asked to stop
     """
 
@@ -44,6 +46,7 @@ class StepResult:
     lr: float
     updated: bool
     loss_scale: float
+    bubble: float
     stop: int
 
 
@@ -62,12 +65,14 @@ class Engine:
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
         self.schedule = plan_schedule(recipe, recipe.accumulation)
+        parts = self.schedule.virtual_stages
+        self.block_counts = block_counts(recipe, parts, grid, ops)
         self.model = build_model(
             recipe.model,
             ops=ops,
             tp=grid.tp,
             sequence=recipe.parallel.sequence,
-            chunks=own_chunks(recipe, self.schedule, grid.pp.rank),
+            chunks=own_chunks(self.schedule, self.block_counts, grid.pp.rank),
         )
         self.model.join_blocks(recipe.parallel.unit)
         if recipe.train.recompute == "selective":
@@ -114,6 +119,12 @@ class Engine:
         state.rounds = int(grid.world.all_reduce(rounds, "max")[0])
         return state
 
+    def weights(self) -> int:
+        """Elements of the whole model; collective."""
+        own = [p for p in self.model.parameters() if p.owner or not p.tied]
+        count = np.array([sum(math.prod(p.shape) for p in own)])
+        return int(self.grid.pp.all_reduce(count)[0])
+
     def gradients(self, batches: Sequence[Batch], valid: int) -> float:
         """Fills the gradients with the sum over all axes; this rank's loss sum.
 
@@ -138,7 +149,7 @@ class Engine:
     ) -> StepResult:
         """One optimizer step; `stop` tells others that this rank wants to end."""
         loss = self.gradients(batches, valid)
-        norm, loss, stops = self._agree(loss, stop)
+        norm, loss, bubble, stops = self._agree(loss, stop)
         lr, scale = learning_rate(self.recipe, self.number), self.loss_scale.value
         updated = self.optimizer.update(lr, norm, scale)
         if updated:
@@ -146,7 +157,7 @@ class Engine:
         self.loss_scale.note(good=updated)
         self.number += 1
         loss = float(loss / max(valid, 1))
-        return StepResult(loss, norm, lr, updated, scale, stops)
+        return StepResult(loss, norm, lr, updated, scale, bubble, stops)
 
     def step_flops(self) -> int:
         """FLOPs of one step on this rank, by formula: three times forward."""
@@ -197,13 +208,16 @@ class Engine:
             actions, tokens, [self.model.stream_shape(*x.shape) for x in tokens], steps
         )
 
-    def _agree(self, loss: float, stop: bool) -> tuple[float, float, int]:
-        """Global gradient norm, loss sum and stop votes, in one message."""
-        copies = self.state.replicas
+    def _agree(self, loss: float, stop: bool) -> tuple[float, float, float, int]:
+        """Global gradient norm, loss sum, bubble and stop votes, in one message."""
+        copies, run = self.state.replicas, self.executor
         square = self.optimizer.square_norm(copies.rank, copies.size)
-        values = np.array([square, self._counted(loss), float(stop)])
-        square, loss, stops = self.grid.world.all_reduce(values).tolist()
-        return square**0.5 / self.loss_scale.value, loss, int(stops)
+        values = [square, self._counted(loss), run.waited, run.seconds, float(stop)]
+        square, loss, waited, seconds, stops = self.grid.world.all_reduce(
+            np.array(values)
+        ).tolist()
+        norm = square**0.5 / self.loss_scale.value
+        return norm, loss, waited / seconds if seconds else 0.0, int(stops)
 
     def _counted(self, loss: float) -> float:
         """Ranks of tp hold the same loss: only the first counts."""

@@ -1,14 +1,23 @@
 """Which parts of the model a rank's pipeline stage has, and what it does when."""
 
+import math
+import time
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mpipar.config import Recipe
 from mpipar.config.schedules import is_file
 from mpipar.errors import ConfigError
-from mpipar.layers.model import Chunk
-from mpipar.pipeline.partition import even
+from mpipar.layers.base import Step
+from mpipar.layers.model import Chunk, Model
+from mpipar.models import build_model
+from mpipar.ops import Ops
+from mpipar.pipeline.partition import balanced, even
 from mpipar.pipeline.schedule_text import parse_schedule
 from mpipar.pipeline.schedules import Schedule, make_schedule
+from mpipar.zero.flat import FlatState
 
 
 def plan_schedule(recipe: Recipe, micro_batches: int) -> Schedule:
@@ -46,9 +55,11 @@ def plan_schedule(recipe: Recipe, micro_batches: int) -> Schedule:
     return schedule
 
 
-def own_chunks(recipe: Recipe, schedule: Schedule, stage: int) -> list[Chunk]:
-    """What a stage has of the model."""
-    counts = block_counts(recipe, schedule.virtual_stages)
+def own_chunks(schedule: Schedule, counts: list[int], stage: int) -> list[Chunk]:
+    """What a stage has of the model.
+
+    counts   blocks of each virtual stage
+    """
     found = []
     for chunk in range(schedule.chunks):
         place = schedule.virtual(stage, chunk)
@@ -58,9 +69,57 @@ def own_chunks(recipe: Recipe, schedule: Schedule, stage: int) -> list[Chunk]:
     return found
 
 
-def block_counts(recipe: Recipe, parts: int) -> list[int]:
-    """Blocks of each virtual stage."""
-    partition = recipe.parallel.partition
+def block_counts(recipe: Recipe, parts: int, grid: Any, ops: Ops) -> list[int]:
+    """Blocks of each virtual stage; collective where they are to be measured."""
+    partition, layers = recipe.parallel.partition, recipe.model.layers
+    if partition == "measured":
+        first, block, last = _measure(recipe, grid, ops)
+        return balanced([block] * layers, parts, first=first, last=last)
     if partition == "even":
-        return even(recipe.model.layers, parts)
+        return even(layers, parts)
     return [int(word) for word in partition.split(",")]
+
+
+def _measure(recipe: Recipe, grid: Any, ops: Ops, repeats: int = 3) -> list[float]:
+    """Seconds of embedding, block and head, forward and backward, on a micro-batch.
+
+    The best of a few, and the slowest rank's.
+    """
+    model = build_model(
+        recipe.model,
+        ops=ops,
+        tp=grid.tp,
+        sequence=recipe.parallel.sequence,
+        chunks=[Chunk(range(1))],
+    )
+    FlatState(model.groups().parameters, ops).initialize(recipe.train.seed)
+    shape = recipe.train.micro_batch, recipe.model.context
+    ids = ops.asarray(np.zeros(shape, np.int64))
+    step = Step(
+        positions=ops.asarray(np.arange(shape[1])),
+        samples=ops.asarray(np.arange(shape[0])),
+        labels=ids,
+        valid=ids.size,
+    )
+    best = np.full(len(model.units), math.inf)
+    for _ in range(repeats):
+        best = np.minimum(best, _time_units(model, ids, step, ops))
+    return grid.world.all_reduce(best, "max").tolist()
+
+
+def _time_units(model: Model, x: Any, step: Step, ops: Ops) -> np.ndarray:
+    """Seconds that each unit takes for one micro-batch."""
+    seconds, kept, dy = np.zeros(len(model.units)), [], None
+    clock = time.perf_counter
+    for index, unit in enumerate(model.units):
+        began = clock()
+        x, saved = unit.forward(x, step)
+        ops.synchronize()
+        seconds[index] += clock() - began
+        kept.append(saved)
+    for index in reversed(range(len(model.units))):
+        began = clock()
+        dy = model.units[index].backward(dy, kept.pop())
+        ops.synchronize()
+        seconds[index] += clock() - began
+    return seconds

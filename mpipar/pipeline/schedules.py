@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 
 
@@ -244,15 +245,9 @@ class _Line:
 
 @dataclass(frozen=True)
 class Family:
-    """A generator and what it needs.
-
-    chunks      fewest and most chunks (None: any number)
-    per_stage   fewest micro-batches for each stage; 0: one is enough for all
-    """
+    """How a kind of schedule is made; what it needs is in `NEEDS`."""
 
     generate: Callable[[int, int, int, int], list[Action]]
-    chunks: tuple[int, int | None] = (1, 1)
-    per_stage: int = 0
     placement: str = "loop"
 
 
@@ -262,12 +257,12 @@ SCHEDULES = {
     "gpipe": Family(gpipe),
     "1f1b": Family(one_f_one_b),
     "1f1b-eager": Family(eager_one_f_one_b),
-    "interleaved": Family(interleaved, chunks=(2, None)),
+    "interleaved": Family(interleaved),
     "zb-h1": Family(zb_h1),
     "zb-h2": Family(zb_h2),
-    "zb-v": Family(zb_v, chunks=(2, 2), placement="vee"),
-    "2bw": Family(one_f_one_b, per_stage=1),
-    "dualpipe-v": Family(dualpipe_v, chunks=(2, 2), per_stage=2, placement="vee"),
+    "zb-v": Family(zb_v, "vee"),
+    "2bw": Family(one_f_one_b),
+    "dualpipe-v": Family(dualpipe_v, "vee"),
 }
 
 
@@ -282,16 +277,16 @@ def requirements(
         hint = f"; try {near[0]}" if near else ""
         return [f"{name} is none of the schedules {', '.join(SCHEDULES)}{hint}", *wrong]
 
-    family = SCHEDULES[name]
-    least, most = family.chunks
+    needs = NEEDS[name]
+    least, most = needs.chunks
     if chunks and (chunks < least or most is not None and chunks > most):
         legal = f"{least} or more" if most is None else f"{least}"
         try_it = least if chunks < least else most
         wrong.append(f"chunks = {chunks} must be {legal} for {name}; try {try_it}")
-    if stages > 0 and 1 <= micro_batches < family.per_stage * stages:
-        need = family.per_stage * stages
+    if stages > 0 and 1 <= micro_batches < needs.per_stage * stages:
+        need = needs.per_stage * stages
         offers = [f"micro_batches = {need}"]
-        if fewer := micro_batches // family.per_stage:
+        if fewer := micro_batches // needs.per_stage:
             offers.append(f"stages = {fewer}")
         wrong.append(
             f"micro_batches = {micro_batches} must be at least {need} for {name} on "
@@ -317,6 +312,6 @@ def make_schedule(
     if wrong := requirements(name, stages, micro_batches, chunks, batches):
         raise ConfigError(wrong, title="the schedule")
     family = SCHEDULES[name]
-    chunks, total = chunks or family.chunks[0], micro_batches * batches
+    chunks, total = chunks or NEEDS[name].chunks[0], micro_batches * batches
     rows = (family.generate(stages, s, total, chunks) for s in range(stages))
     return Schedule(name, family.placement, tuple(map(tuple, rows)), total, chunks)

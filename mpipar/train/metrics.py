@@ -8,6 +8,7 @@ from typing import Any
 
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
+from mpipar.pipeline.simulate import simulate
 
 
 class Metrics:
@@ -24,6 +25,7 @@ class Metrics:
         if writes:
             self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._predicted = engine.predicted_memory()
+        self._bubble = simulate(engine.schedule).bubble
         self._mark = self._counts()
         self._clock = time.perf_counter()
 
@@ -56,7 +58,8 @@ class Metrics:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": self.engine.step_flops() / seconds / self.peak_flops,
-            "bubble": 0.0,
+            "bubble": result.bubble,
+            "bubble_predicted": self._bubble,
             "memory": memory(self.engine),
             "memory_predicted": self._predicted,
             "comm": comm,

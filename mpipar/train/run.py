@@ -1,5 +1,6 @@
 """One training run, from a resolved recipe to its run folder."""
 
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class _Run:
         self.recipe = engine.recipe
         self.rank = engine.grid.world.rank
         self.saved_at = -1
+        self.bubbles: list[float] = []
 
     def train(self) -> int:
         """All steps, then the last evaluation and save."""
@@ -91,6 +93,7 @@ class _Run:
             batches = self.loader.train_batches(self.engine.number)
             result = self.engine.step(batches, valid, stop=signals.asked)
             line = metrics.record(result, valid)
+            self.bubbles.append(result.bubble)
             number = self.engine.number
             ends = number == steps or result.stop > 0
             if ends or (train.eval_every and number % train.eval_every == 0):
@@ -132,12 +135,13 @@ class _Run:
     def _introduce(self, show: Progress) -> float:
         """Tells what is about to run; the unigram entropy of the training text."""
         stream, model = self.sampler.stream, self.recipe.model
+        weights = self.engine.weights()
         if self.rank != 0:
             return 0.0
         entropy = unigram_entropy(stream.train, model.vocab)
         grid = self.engine.grid
         show.say(
-            f"{model.family}: {self.engine.model.size:,} weights, "
+            f"{model.family}: {weights:,} weights, "
             f"{model.layers} layers, width {model.width}, context {model.context}"
         )
         parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
@@ -166,14 +170,20 @@ class _Run:
             "tokens": line["tokens"],
             "seconds": seconds,
             "ranks": self.engine.grid.world.size,
+            "bubble": statistics.mean(self.bubbles),
+            "bubble_predicted": line["bubble_predicted"],
         }
         write_summary(self.out, self.recipe, facts)
         loss = facts["validation_loss"] or facts["loss"]
         kind = "validation loss" if facts["validation_loss"] else "loss"
         verb = "stopped" if facts["stopped"] else "done"
+        waiting = ""
+        if self.engine.grid.pp.size > 1:
+            measured, theory = facts["bubble"], facts["bubble_predicted"]
+            waiting = f", bubble {measured:.1%} (in theory {theory:.1%})"
         show.say(
             f"{verb} after {line['step']} steps, {seconds:.0f} s: {kind} {loss:.4f}, "
-            f"unigram entropy {entropy:.4f} nats per token; see {self.out}"
+            f"unigram entropy {entropy:.4f} nats per token{waiting}; see {self.out}"
         )
 
 
@@ -181,6 +191,9 @@ def _methods(engine: Engine) -> list[str]:
     """How this run is laid out, besides its axes."""
     recipe, state = engine.recipe, engine.state
     methods = ["sequence parallel"] if recipe.parallel.sequence else []
+    if engine.grid.pp.size > 1:
+        blocks = ",".join(map(str, engine.block_counts))
+        methods.append(f"schedule {engine.schedule.name} (blocks {blocks})")
     if state.shard:
         methods.append(f"ZeRO {state.stage} over {state.shard.size} ranks")
     if recipe.train.recompute != "none":

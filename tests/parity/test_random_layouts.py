@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from parity.build import FP64, compare, make_recipe
 
 from mpipar.config import AXES, Recipe
+from mpipar.config.schedules import RUN
 from mpipar.errors import ConfigError
 
 
@@ -18,7 +19,10 @@ from mpipar.errors import ConfigError
 def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
     """A legal recipe for this number of ranks; sizes are small and mostly odd."""
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
-    dp = ranks // tp
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if tp * n <= ranks]))
+    dp = ranks // (tp * pp)
+    schedule = draw(st.sampled_from(RUN))
+    chunks = draw(st.sampled_from([2, 3])) if schedule == "interleaved" else 0
     heads = tp * draw(st.integers(1, 12 // tp))
     family = draw(st.sampled_from(["gpt", "llama"]))
     width = heads * draw(st.sampled_from([2, 4, 6]))
@@ -26,7 +30,7 @@ def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
     steps = draw(st.integers(2, 4))
     changes = {
         "model.family": family,
-        "model.layers": draw(st.integers(1, 3)),
+        "model.layers": draw(st.integers(1, 3 if pp == 1 else 9)),
         "model.width": width,
         "model.heads": heads,
         "model.kv_heads": draw(st.sampled_from(_divisors(heads))),
@@ -36,6 +40,9 @@ def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
         "model.tied": draw(st.sampled_from(["true", "false"])),
         "model.dropout": draw(st.sampled_from([0.0, 0.1, 0.5])),
         "parallel.tensor": tp,
+        "parallel.pipeline": pp,
+        "parallel.schedule": schedule,
+        "parallel.chunks": chunks,
         "parallel.sequence": draw(st.sampled_from(["true", "false"])),
         "parallel.zero": (zero := draw(st.integers(0, 3))),
         "parallel.zero_shard": draw(st.sampled_from(_divisors(dp))) if zero else 0,
@@ -45,7 +52,7 @@ def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
         "parallel.order": list(draw(st.permutations(AXES))),
         "parallel.bucket_mb": draw(st.sampled_from([1e-6, 0.01, 25.0])),
         "train.micro_batch": micro,
-        "train.global_batch": micro * dp * draw(st.integers(1, 3)),
+        "train.global_batch": micro * dp * draw(st.integers(1, 3 if pp == 1 else 9)),
         "train.steps": steps,
         "train.seed": draw(st.integers(0, 2**31 - 1)),
         "train.clip": draw(st.sampled_from([0.0, 0.3, 100.0])),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 from mpipar.pipeline.schedule_text import format_schedule, parse_schedule
 from mpipar.pipeline.schedules import (
@@ -24,9 +25,9 @@ from mpipar.pipeline.schedules import (
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule of a few stages."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    family, p = SCHEDULES[name], draw(st.integers(1, 6))
-    m = draw(st.integers(max(1, family.per_stage * p), 16))
-    least, most = family.chunks
+    needs, p = NEEDS[name], draw(st.integers(1, 6))
+    m = draw(st.integers(max(1, needs.per_stage * p), 16))
+    least, most = needs.chunks
     return make_schedule(name, p, m, draw(st.integers(least, most or 4)))
 
 

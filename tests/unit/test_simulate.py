@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 from mpipar.pipeline.chart import chart
 from mpipar.pipeline.schedules import SCHEDULES, Action, Schedule, make_schedule
@@ -44,9 +45,9 @@ def run(
 def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
     """Any schedule of a few stages, costs of every virtual stage, a latency."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    family, p = SCHEDULES[name], draw(st.integers(1, 6))
-    m = draw(st.integers(max(1, family.per_stage * p), 16))
-    least, most = family.chunks
+    needs, p = NEEDS[name], draw(st.integers(1, 6))
+    m = draw(st.integers(max(1, needs.per_stage * p), 16))
+    least, most = needs.chunks
     schedule = make_schedule(name, p, m, draw(st.integers(least, most or 4)))
     n = schedule.virtual_stages
     times = st.lists(st.integers(0, 9), min_size=n, max_size=n)

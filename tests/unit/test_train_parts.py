@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from mpipar.config import read_recipe
 from mpipar.engine import StepResult
 from mpipar.engine.schedule import learning_rate
 from mpipar.grid import serial_grid
+from mpipar.pipeline.schedules import make_schedule
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import Bar, Lines, Silence, describe, make_progress
 from mpipar.train.signals import StopSignals
@@ -134,6 +136,7 @@ def fake_engine() -> SimpleNamespace:
         number=0,
         step_flops=lambda: 1000,
         predicted_memory=lambda: {"params": 80},
+        schedule=make_schedule("1f1b", 1, 1),
         state=SimpleNamespace(
             values=SimpleNamespace(nbytes=80, buffer_bytes=5),
             gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
@@ -144,7 +147,9 @@ def fake_engine() -> SimpleNamespace:
     )
 
 
-RESULT = StepResult(2.0, grad_norm=0.5, lr=0.1, updated=True, loss_scale=1.0, stop=0)
+RESULT = StepResult(
+    2.0, grad_norm=0.5, lr=0.1, updated=True, loss_scale=1.0, bubble=0.0, stop=0
+)
 
 
 def test_each_line_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -180,7 +185,7 @@ def test_what_happens_between_steps_is_not_counted(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_still_json(tmp_path: Path) -> None:
     """Other tools than Python's json refuse NaN."""
     engine = fake_engine()
-    bad = StepResult(math.nan, math.inf, 0.1, updated=False, loss_scale=1.0, stop=0)
+    bad = replace(RESULT, loss=math.nan, grad_norm=math.inf, updated=False)
     with Metrics(tmp_path, engine, peak_flops=1e6, writes=True) as metrics:
         engine.number = 1
         metrics.write(metrics.record(bad, tokens=8))
