@@ -10,6 +10,8 @@ from pathlib import Path
 MPIPAR, TORCH, JAX = "mpipar", "torch", "jax"
 # How a contestant spreads over the cores.
 ONE_CORE, THREADS, PROCESSES = "one core", "threads", "processes"
+# Parts of a step's batch in a pipeline.
+PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Contestant:
     spread: str = PROCESSES
     precision: str = "fp32"
     words: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     def processes(self, cores: int) -> int:
         """Processes on a machine of so many cores."""
@@ -58,6 +61,20 @@ CONTESTANTS = (
         "torch-fsdp2", "fully_shard per block, gloo", TORCH, words=("--mode=fsdp2",)
     ),
     Contestant("torch-tp", "DTensor, blocks alone, gloo", TORCH, words=("--mode=tp",)),
+    Contestant(
+        "torch-pp-1f1b",
+        "PipelineStage and Schedule1F1B, gloo",
+        TORCH,
+        words=("--mode=pp-1f1b",),
+        micro_batches=PARTS,
+    ),
+    Contestant(
+        "torch-pp-zb",
+        "the same with ScheduleInterleavedZeroBubble",
+        TORCH,
+        words=("--mode=pp-zb",),
+        micro_batches=PARTS,
+    ),
     Contestant("jax", "jit, a thread a core", JAX, THREADS),
     Contestant("mpipar-1x1", "one rank on one core", MPIPAR, ONE_CORE),
     Contestant("mpipar-1x2", "one rank, a thread a core", MPIPAR, THREADS),
@@ -74,6 +91,20 @@ CONTESTANTS = (
     Contestant(
         "mpipar-zero3", "data parallel, all shared", MPIPAR, words=("parallel.zero=3",)
     ),
+    Contestant(
+        "mpipar-pp-1f1b",
+        "a pipeline stage a rank, 1F1B",
+        MPIPAR,
+        words=("parallel.pipeline={cores}", "parallel.schedule=1f1b"),
+        micro_batches=PARTS,
+    ),
+    Contestant(
+        "mpipar-pp-zb-h1",
+        "a pipeline stage a rank, ZB-H1",
+        MPIPAR,
+        words=("parallel.pipeline={cores}", "parallel.schedule=zb-h1"),
+        micro_batches=PARTS,
+    ),
     Contestant("mpipar-bf16-dp", "data parallel, bf16", MPIPAR, precision="bf16"),
 )
 REFERENCE = "torch-eager"
@@ -88,6 +119,7 @@ class Match:
     folder     holds work.json, work.npz and a link to this package
     cores      core numbers that may be used
     python     the Python with torch and jax
+    batch      sequences of a step
     """
 
     recipe: str
@@ -95,6 +127,18 @@ class Match:
     folder: Path
     cores: tuple[int, ...]
     python: str
+    batch: int
+
+    def obstacle(self, contestant: Contestant) -> str | None:
+        """Why this contestant cannot make the batch, or None."""
+        parts = contestant.micro_batches
+        if self.batch % parts == 0:
+            return None
+        near = -(-self.batch // parts) * parts
+        return (
+            f"{self.batch} sequences cannot be made in {parts} micro-batches; try "
+            f"train.global_batch={near}"
+        )
 
     def commands(self, contestant: Contestant, folder: Path) -> list[list[str]]:
         """What to start: mpiexec starts all ranks, torch's are started one by one."""
@@ -104,6 +148,9 @@ class Match:
         if contestant.library == MPIPAR:
             words = [word.format(cores=count) for word in contestant.words]
             words.append(f"train.precision={contestant.precision}")
+            if contestant.micro_batches > 1:
+                micro_batch = self.batch // contestant.micro_batches
+                words.append(f"train.micro_batch={micro_batch}")
             worker = [sys.executable, "-m", "mpipar", "bench", "serve", self.recipe]
             worker += [*self.changes, *words, *common]
             return [worker if count == 1 else [mpiexec(), "-n", str(count), *worker]]
@@ -113,6 +160,7 @@ class Match:
             return [worker]
         worker += [f"--processes={count}", f"--precision={contestant.precision}"]
         worker += [f"--threads={contestant.threads(len(self.cores))}"]
+        worker += [f"--micro-batches={contestant.micro_batches}"]
         return [[*worker, *contestant.words, f"--rank={rank}"] for rank in range(count)]
 
     def environment(self, contestant: Contestant) -> dict[str, str]:

@@ -44,8 +44,9 @@ def run_peers(
 ) -> int:
     """Compare, print the table; 0, or 1 where losses show that the work differed.
 
-    The global batch is one pass, cut over the data ranks alone; the learning rate is
-    constant; all start from the weights of mpipar's seed.
+    The global batch is one pass, cut over the data ranks alone, except in pipelines,
+    which make it in micro-batches; the learning rate is constant; all start from the
+    weights of mpipar's seed.
 
     names    contestants to run; none = all
     python   the Python that has torch, and jax if that is to be compared
@@ -65,7 +66,8 @@ def run_peers(
     load, entered = os.getloadavg(), chosen(names or NAMES)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="mpipar-bench-") as folder:
-        match = Match(recipe_name, changes, Path(folder), cores, python)
+        batch = recipe.train.global_batch
+        match = Match(recipe_name, changes, Path(folder), cores, python, batch)
         _prepare(recipe, match.folder)
         race = _Race(match)
         try:
@@ -156,6 +158,8 @@ class _Race:
             python, library = self.match.python, contestant.library
             if library != MPIPAR and not has_module(python, library):
                 raise NoAnswerError(f"{library} is not installed for {python}")
+            if reason := self.match.obstacle(contestant):
+                raise NoAnswerError(reason)
             self._need_memory(rival)
             rival.start(self.match)
 

@@ -99,8 +99,11 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(m["vocab"], m["width"]))
 
     def forward(self, x: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-        logits = F.linear(self.norm(x), getattr(self, "weight", embedding))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return mean_loss(self.logits(x, embedding), labels)
+
+    def logits(self, x: Tensor, embedding: Tensor | None) -> Tensor:
+        """What the loss is made from; the embedding is needed where it is tied."""
+        return F.linear(self.norm(x), getattr(self, "weight", embedding))
 
 
 class Transformer(nn.Module):
@@ -116,6 +119,11 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x, self.embedding.token.weight, labels)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy, the mean over all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def load(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:

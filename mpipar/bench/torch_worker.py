@@ -2,17 +2,16 @@
 but its own neighbours, since this Python may have nothing else of it."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import nn
 
 from mpipar.bench.torch_model import Transformer, load
+from mpipar.bench.torch_optimizer import by_kind, clip_to, make_adam, total_norm
 from mpipar.bench.turns import Turns
 from mpipar.bench.work import read_work, worker_arguments
 
@@ -24,7 +23,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--mode", choices=("eager", *MODES), default="eager")
+    modes = ("eager", *MODES, *PIPELINES)
+    parser.add_argument("--mode", choices=modes, default="eager")
+    parser.add_argument("--micro-batches", type=int, default=1)
     args = parser.parse_args()
     with Turns(args.folder, args.rank, args.processes, args.cores) as turns:
         torch.set_num_threads(args.threads)
@@ -41,14 +42,19 @@ def main() -> None:
 
 def _make_step(args: argparse.Namespace) -> Callable[[], float]:
     """One training step on this process's sequences, as a function."""
+    if args.mode in PIPELINES:
+        from mpipar.bench.torch_pipeline import pipeline_step
+
+        work, schedule = read_work(args.folder), PIPELINES[args.mode]
+        return pipeline_step(work, schedule, args.micro_batches)
     shards = args.processes if args.mode == "tp" else 1
     work = read_work(args.folder, shards)
     model = Transformer(work.recipe["model"], shards)
     load(model, work.weights)
     run = MODES[args.mode](model) if args.mode in MODES else model
     # Wrapping may have replaced the parameters.
-    groups = _by_kind(model)
-    adam = _adam(groups, work.recipe["optimizer"])
+    groups = by_kind(model.parameters())
+    adam = make_adam(groups, work.recipe["optimizer"])
     ids, labels = (
         torch.from_numpy(_own_rows(batch, args)) for batch in (work.ids, work.labels)
     )
@@ -59,7 +65,7 @@ def _make_step(args: argparse.Namespace) -> Callable[[], float]:
             loss = run(ids, labels)
         loss.backward()
         if clip:
-            _clip(groups, clip)
+            clip_to(clip, groups, total_norm(groups))
         adam.step()
         adam.zero_grad(set_to_none=True)
         return loss.item()
@@ -118,43 +124,12 @@ MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": _fsdp2,
     "tp": _tp,
 }
+# Classes of torch.distributed.pipelining.
+PIPELINES = {"pp-1f1b": "Schedule1F1B", "pp-zb": "ScheduleInterleavedZeroBubble"}
 
 
 def _mesh() -> Any:
     return dist.init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def _by_kind(model: nn.Module) -> dict[tuple[bool, bool], list[Tensor]]:
-    """Parameters by (decays, is cut): no call takes cut and whole ones together."""
-    kinds: dict[tuple[bool, bool], list[Tensor]] = {}
-    for p in model.parameters():
-        kinds.setdefault((p.dim() > 1, isinstance(p, DTensor)), []).append(p)
-    return kinds
-
-
-def _adam(
-    groups: Mapping[tuple[bool, bool], list[Tensor]], o: Mapping[str, float]
-) -> torch.optim.Optimizer:
-    """AdamW as the recipe says; matrices alone decay."""
-    settings = [
-        {"params": params, "weight_decay": o["weight_decay"] if decays else 0.0}
-        for (decays, _), params in groups.items()
-    ]
-    betas = (o["beta1"], o["beta2"])
-    return torch.optim.AdamW(
-        settings, lr=o["lr"], betas=betas, eps=o["eps"], fused=True
-    )
-
-
-def _clip(groups: Mapping[tuple[bool, bool], list[Tensor]], clip: float) -> None:
-    """clip_grad_norm_ by the norm over all groups."""
-    norms = []
-    for params in groups.values():
-        norm = get_total_norm([p.grad for p in params])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for params in groups.values():
-        clip_grads_with_norm_(params, clip, total)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ class Executor:
     peak_in_flight most chunks held at a time that had run forward, and whose weight
                    gradients were missing
     seconds        of the last run;  waited  of them, for other stages
+    work           seconds without waiting, and number, of all actions so far, by kind
+                   and chunk
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Executor:
         self.transfer, self.again = transfer, frozenset(again)
         self.peak_bytes = self.peak_in_flight = 0
         self.seconds = self.waited = 0.0
+        self.work: dict[tuple[str, int], tuple[float, int]] = {}
         self._saved: dict[Key, list] = {}
         self._left: dict[Key, list] = {}
         self._steps: Sequence[Step] = ()
@@ -105,7 +108,7 @@ class Executor:
         finals = {a.chunk: place for place, a in enumerate(actions) if "W" in a.kind}
         self.transfer.begin(actions, shapes)
         for place, (kind, number, chunk) in enumerate(actions):
-            last = finals.get(chunk) == place
+            last, mark = finals.get(chunk) == place, time.perf_counter() - self.waited
             if kind == "F":
                 loss = self._forward(chunk, number, inputs[number], keep=bool(finals))
                 losses[number] += loss
@@ -113,6 +116,9 @@ class Executor:
                 self._weights(chunk, number, last=last)
             else:
                 self._backward(chunk, number, weights=kind == "BW", last=last)
+            spent, count = self.work.get((kind, chunk), (0.0, 0))
+            spent += time.perf_counter() - self.waited - mark
+            self.work[kind, chunk] = spent, count + 1
         self.transfer.finish()
         if self._saved or self._left:
             flying = sorted({*self._saved, *self._left})

@@ -1,7 +1,7 @@
 """Runs a schedule on paper: how long it takes, what it holds, that it cannot hang."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -41,6 +41,22 @@ class Costs:
             raise ConfigError(wrong, title="the costs")
         both = zip(table["B"], table["W"], strict=True)
         return table | {"BW": [b + w for b, w in both]}
+
+
+def costs_of(
+    schedule: Schedule, work: Sequence[Mapping[tuple[str, int], tuple[float, int]]]
+) -> Costs:
+    """Mean times of the actions that stages have run.
+
+    work   of each stage: seconds and number of its actions, by kind and chunk
+    """
+    table = {kind: [0.0] * schedule.virtual_stages for kind in ("F", "B", "W")}
+    for stage, spent in enumerate(work):
+        for (kind, chunk), (seconds, count) in spent.items():
+            # Where a schedule has BW alone, it stands for B and W.
+            row = table["B" if kind == "BW" else kind]
+            row[schedule.virtual(stage, chunk)] += seconds / count
+    return Costs(table["F"], table["B"], table["W"])
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ class _Run:
         self, show: Progress, line: dict[str, Any], entropy: float, seconds: float
     ) -> None:
         """Writes summary.json and says how the run ended."""
-        if self.rank != 0:
+        simulated = self.engine.simulated_step()
+        if simulated is None:
             return
         facts = {
             "steps": line["step"],
@@ -172,6 +173,7 @@ class _Run:
             "ranks": self.engine.grid.world.size,
             "bubble": statistics.mean(self.bubbles),
             "bubble_predicted": line["bubble_predicted"],
+            "bubble_simulated": simulated.bubble,
         }
         write_summary(self.out, self.recipe, facts)
         loss = facts["validation_loss"] or facts["loss"]
@@ -179,8 +181,11 @@ class _Run:
         verb = "stopped" if facts["stopped"] else "done"
         waiting = ""
         if self.engine.grid.pp.size > 1:
-            measured, theory = facts["bubble"], facts["bubble_predicted"]
-            waiting = f", bubble {measured:.1%} (in theory {theory:.1%})"
+            waiting = (
+                f", bubble {facts['bubble']:.1%} (in theory "
+                f"{facts['bubble_predicted']:.1%}, with the stages' times "
+                f"{facts['bubble_simulated']:.1%})"
+            )
         show.say(
             f"{verb} after {line['step']} steps, {seconds:.0f} s: {kind} {loss:.4f}, "
             f"unigram entropy {entropy:.4f} nats per token{waiting}; see {self.out}"

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from launcher import Job, environment, run_job
 from mpipar.bench import clock, peers
 from mpipar.bench.clock import CATEGORIES, OTHER, OpsClock, category
 from mpipar.bench.contestants import CONTESTANTS, NAMES, Match, chosen
-from mpipar.bench.peers import run_peers
+from mpipar.bench.peers import CHANGES, run_peers
 from mpipar.bench.step import COMMUNICATION, PYTHON, WAITING, Profile, summarize
 from mpipar.bench.table import Result, Table
 from mpipar.bench.work import fuse
@@ -60,6 +61,16 @@ def test_ratios_compare_equal_precision_and_cores() -> None:
     assert entry["seconds"] == [1.52, 9.0, 1.52] and entry["losses"] == LOSSES
 
 
+def test_pipelines_compare_with_the_pipelines_of_torch() -> None:
+    torch = [ran("torch-pp-1f1b", 2400), ran("torch-pp-zb", 2500)]
+    ours = [ran("mpipar-pp-1f1b", 2000), ran("mpipar-pp-zb-h1", 1600)]
+    found = table(*torch, *ours)
+    assert [found.to_best(r) for r in ours] == pytest.approx([1.2, 1.5])
+    # As for every other layout, what is faster on the same cores is the best.
+    faster = table(ran("torch-ddp", 1800), ran("torch-eager-1", 900), *torch, *ours)
+    assert [faster.to_best(r) for r in ours] == pytest.approx([0.9, 1.125])
+
+
 def test_without_torch_there_are_no_ratios() -> None:
     found = table(ran("mpipar-1x1", 10), reasons={"torch-eager": "it is not there"})
     only = found.results["mpipar-1x1"]
@@ -99,7 +110,7 @@ def test_the_table_shows_everyone(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_every_contestant_has_a_command_for_each_process(tmp_path: Path) -> None:
-    match = Match("tiny", ("a.b=1",), tmp_path, (4, 5, 6), "python-with-torch")
+    match = Match("tiny", ("a.b=1",), tmp_path, (4, 5, 6), "python-with-torch", 24)
     for contestant in CONTESTANTS:
         commands = match.commands(contestant, tmp_path)
         words = commands[0]
@@ -115,11 +126,40 @@ def test_every_contestant_has_a_command_for_each_process(tmp_path: Path) -> None
     assert "--cores=4" in alone and "-n" not in alone
 
 
+def test_pipelines_make_a_batch_in_as_many_parts(tmp_path: Path) -> None:
+    match = Match("tiny", CHANGES, tmp_path, (4, 5), "python-with-torch", 24)
+    for name in ("1f1b", "zb-h1"):
+        ours = match.commands(chosen([f"mpipar-pp-{name}"])[0], tmp_path)[0]
+        after = ours[ours.index("train.micro_batch=0") :]
+        assert ours[1:3] == ["-n", "2"] and f"parallel.schedule={name}" in after
+        assert {"parallel.pipeline=2", "train.micro_batch=3"} <= set(after)
+    for name in ("1f1b", "zb"):
+        both = match.commands(chosen([f"torch-pp-{name}"])[0], tmp_path)
+        shared = {f"--mode=pp-{name}", "--micro-batches=8", "--threads=1"}
+        assert [shared <= set(words) for words in both] == [True, True]
+        assert [words[-1] for words in both] == ["--rank=0", "--rank=1"]
+    whole = match.commands(chosen(["mpipar-dp"])[0], tmp_path)[0]
+    assert [w for w in whole if "micro_batch" in w] == ["train.micro_batch=0"]
+
+
+def test_a_batch_that_cannot_be_cut_is_told(tmp_path: Path) -> None:
+    match = Match("tiny", (), tmp_path, (4, 5), "python-with-torch", 18)
+    cut = [c.name for c in CONTESTANTS if match.obstacle(c)]
+    assert cut and cut == [name for name in NAMES if "-pp-" in name]
+    assert "try train.global_batch=24" in match.obstacle(chosen(cut)[0])
+
+
+def test_the_partition_needs_no_installed_package() -> None:
+    root = Path(peers.__file__).parents[2]
+    line = [sys.executable, "-S", "-c", "import mpipar.pipeline.partition"]
+    subprocess.run(line, check=True, cwd=root)
+
+
 def test_jax_uses_all_cores_and_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPROC", "7")
-    match = Match("tiny", (), tmp_path, (4, 5, 6), "python-with-jax")
+    match = Match("tiny", (), tmp_path, (4, 5, 6), "python-with-jax", 24)
     jax = chosen(["jax"])[0]
     environment = match.environment(jax)
     assert environment["NPROC"] == "3" and environment["JAX_PLATFORMS"] == "cpu"
@@ -287,7 +327,8 @@ def test_step_accounts_for_the_whole_time(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_cores")
 def test_peers_runs_those_that_can(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
-    names = ["torch-eager", "jax", "mpipar-1x1", "mpipar-dp", "mpipar-tp"]
+    pipelines = ["mpipar-pp-1f1b", "mpipar-pp-zb-h1"]
+    names = ["torch-eager", "jax", "mpipar-1x1", "mpipar-dp", "mpipar-tp", *pipelines]
     options = [f"--peers={','.join(names)}", "--rounds=2", f"--json={file}"]
     # A single head cannot be cut over two ranks.
     words = ("tiny", "model.heads=1", *options, f"--torch-python={NO_PYTHON}")
@@ -298,8 +339,9 @@ def test_peers_runs_those_that_can(tmp_path: Path) -> None:
     assert "not run: mpipar-tp: ConfigError: the recipe has" in job.output
     entries = json.loads(file.read_text())["contestants"]
     assert [e["name"] for e in entries] == names
-    assert ["not_run" in e for e in entries] == [True, True, False, False, True]
-    for entry in entries[2:4]:
+    missing = [entry["name"] for entry in entries if "not_run" in entry]
+    assert missing == ["torch-eager", "jax", "mpipar-tp"]
+    for entry in entries[2:4] + entries[5:]:
         assert len(entry["seconds"]) == 2 and len(entry["losses"]) == 6
         assert entry["loss_deviation"] < 1e-5
         assert entry["memory_bytes"]["proportional"] > 1 << 20
