@@ -66,8 +66,7 @@ class Engine:
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
         self.schedule = plan_schedule(recipe, recipe.accumulation)
-        parts = self.schedule.virtual_stages
-        self.block_counts = block_counts(recipe, parts, grid, ops)
+        self.block_counts = block_counts(recipe, self.schedule, grid, ops)
         self.model = build_model(
             recipe.model,
             ops=ops,

@@ -14,7 +14,7 @@ from mpipar.layers.base import Step
 from mpipar.layers.model import Chunk, Model
 from mpipar.models import build_model
 from mpipar.ops import Ops
-from mpipar.pipeline.partition import balanced, even
+from mpipar.pipeline.partition import balanced, shared_out
 from mpipar.pipeline.schedule_text import parse_schedule
 from mpipar.pipeline.schedules import Schedule, make_schedule
 from mpipar.zero.flat import FlatState
@@ -69,15 +69,19 @@ def own_chunks(schedule: Schedule, counts: list[int], stage: int) -> list[Chunk]
     return found
 
 
-def block_counts(recipe: Recipe, parts: int, grid: Any, ops: Ops) -> list[int]:
+def block_counts(recipe: Recipe, schedule: Schedule, grid: Any, ops: Ops) -> list[int]:
     """Blocks of each virtual stage; collective where they are to be measured."""
     partition, layers = recipe.parallel.partition, recipe.model.layers
-    if partition == "measured":
-        first, block, last = _measure(recipe, grid, ops)
-        return balanced([block] * layers, parts, first=first, last=last)
+    parts = range(schedule.virtual_stages)
+    owners = [schedule.owner(place)[0] for place in parts]
     if partition == "even":
-        return even(layers, parts)
-    return [int(word) for word in partition.split(",")]
+        return shared_out(layers, owners)
+    if partition != "measured":
+        return [int(word) for word in partition.split(",")]
+    first, block, last = _measure(recipe, grid, ops)
+    if schedule.chunks == 1:
+        return balanced([block] * layers, len(parts), first=first, last=last)
+    return shared_out(layers, owners, time=block, first=first, last=last)
 
 
 def _measure(recipe: Recipe, grid: Any, ops: Ops, repeats: int = 3) -> list[float]:

@@ -15,8 +15,36 @@ def even(blocks: int, parts: int) -> list[int]:
     """
     if parts < 1 or blocks < 0:
         raise ConfigError([f"{blocks} blocks cannot be cut into {parts} parts"], _TITLE)
-    share, more = divmod(blocks, parts)
-    return [share + (parts - 1 - more <= part < parts - 1) for part in range(parts)]
+    return shared_out(blocks, range(parts))
+
+
+def shared_out(
+    blocks: int,
+    owners: Sequence[int],
+    *,
+    time: float = 1.0,
+    first: float = 0.0,
+    last: float = 0.0,
+) -> list[int]:
+    """Number of blocks in each part such that their owners have equally much to do.
+
+    A stage that owns several parts has the work of all. Block after block goes to the
+    owner with the least, there to the part with the fewest; where that is the same, not
+    to the last part, and to later ones first.
+
+    owners   of each part;  time  of a block;  first, last  as in `balanced`
+    """
+    counts, load = [0] * len(owners), dict.fromkeys(owners, 0.0)
+    load[owners[0]] += first
+    load[owners[-1]] += last
+    for _ in range(blocks):
+        part = min(
+            range(len(owners)),
+            key=lambda i: (load[owners[i]], counts[i], i == len(owners) - 1, -i),
+        )
+        counts[part] += 1
+        load[owners[part]] += time
+    return counts
 
 
 def balanced(

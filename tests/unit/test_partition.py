@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipar.errors import ConfigError
-from mpipar.pipeline.partition import balanced, check_partition, even
+from mpipar.pipeline.partition import balanced, check_partition, even, shared_out
 
 
 def cuts(blocks: int, parts: int) -> list[list[int]]:
@@ -96,3 +96,23 @@ def test_partitions_are_checked(counts: list[int], reasons: list[str]):
     assert len(found) == len(reasons)
     for violation, reason in zip(found, reasons, strict=True):
         assert re.search(reason, violation)
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 4))
+def test_stages_with_several_parts_have_equally_much(blocks, stages, chunks):
+    for schedule in ("interleaved", "zb-v"):
+        owners = [n % stages for n in range(stages * chunks)]
+        if schedule == "zb-v":
+            owners = [*range(stages), *reversed(range(stages))]
+        counts = shared_out(blocks, owners)
+        assert sum(counts) == blocks and max(counts) - min(counts) <= 1
+        loads = [0] * stages
+        for count, owner in zip(counts, owners, strict=True):
+            loads[owner] += count
+        assert max(loads) - min(loads) <= 1
+
+
+def test_the_work_of_the_ends_counts():
+    # Stage 0 has the first and the last part, with work of two blocks in the head.
+    assert shared_out(6, [0, 1, 1, 0], last=2.0) == [1, 2, 2, 1]
+    assert shared_out(8, [0, 1, 0, 1], last=4.0) == [3, 1, 3, 1]
