@@ -1,5 +1,6 @@
 """An engine and the batch of random tokens that all its steps repeat."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from mpipar.config import Recipe
 from mpipar.data import Batch
-from mpipar.engine import Engine
+from mpipar.engine import open_engine
 from mpipar.errors import ConfigError
 from mpipar.ops import Ops
 
@@ -23,7 +24,7 @@ class Workload:
 
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         check_vocabulary(recipe)
-        self.engine = Engine(recipe, grid, ops)
+        self.engine = open_engine(recipe, grid, ops)
         tokens, labels = random_batch(recipe)
         self.valid = labels.size
         own, micro = len(tokens) // grid.dp.size, recipe.train.micro_batch
@@ -35,8 +36,10 @@ class Workload:
         ]
 
     def step(self) -> float:
-        """One optimizer step; the loss before it, equal on all ranks."""
-        return self.engine.step(self.batches, self.valid).loss
+        """One optimizer step; the loss before it, equal on all ranks, or NaN where that
+        is known one step later."""
+        result = self.engine.step(self.batches, self.valid)
+        return math.nan if result is None else result.loss
 
 
 def random_batch(recipe: Recipe) -> np.ndarray:

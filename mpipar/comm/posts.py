@@ -101,7 +101,8 @@ class Poster:
         """Bytes: block i of ``flat`` goes to rank i, whose ``out`` has what came by
         rank; above the limit nonblocking."""
         own = [blocks[self._comm.rank]] * self._comm.size
-        if flat.size <= limit and out.size <= limit:
+        # All ranks must choose alike, so by the largest block.
+        if max(sum(blocks), len(blocks) * max(blocks)) <= limit:
             yield self._alltoallv(
                 [flat, blocks, None, mpi.BYTE], [out, own, None, mpi.BYTE]
             )

@@ -1,20 +1,24 @@
 """Rules of the pipeline: schedule, chunks, micro-batches, partition."""
 
+import re
 from difflib import get_close_matches
 
 from mpipar.config.nearest import advice, divisors, either
 from mpipar.config.register import rule
-from mpipar.config.schedules import NEEDS, RUN, is_file
+from mpipar.config.schedules import NEEDS, is_file
 from mpipar.config.values import Values
 from mpipar.config.write import shown
+
+# Parts of a pipeline: each has two tags, and every MPI has tags up to 32767.
+MOST_PARTS = 1 << 14
 
 
 @rule("parallel.schedule")
 def _schedule_is_known(v: Values, schedule: str) -> str | None:
-    if schedule in RUN or is_file(schedule):
+    if schedule in NEEDS or is_file(schedule):
         return None
-    near = get_close_matches(schedule, RUN, n=1)
-    names = either(RUN)
+    near = get_close_matches(schedule, NEEDS, n=1)
+    names = either(NEEDS)
     text = f"{v.say('parallel.schedule')} must be {names}, or a file"
     return text + (f"; try {shown(near[0])}" if near else "")
 
@@ -31,6 +35,20 @@ def _chunks_of_schedule(v: Values, schedule: str, chunks: int) -> str | None:
         f"{v.say('parallel.chunks')} must be {limit} for {v.say('parallel.schedule')}"
     )
     return text + advice({"parallel.chunks": [least if chunks < least else most]})
+
+
+@rule("parallel.chunks", "parallel.pipeline", "model.layers")
+def _chunks_have_blocks(v: Values, chunks: int, stages: int, layers: int) -> str | None:
+    most = max(2, layers)
+    if chunks <= most and chunks * stages <= MOST_PARTS:
+        return None
+    if chunks > most:
+        text = f"{v.say('parallel.chunks')} must be at most {v.say('model.layers')}"
+        return text + advice({"parallel.chunks": [most]})
+    return (
+        f"parallel.pipeline * parallel.chunks = {stages * chunks} must be at most "
+        f"{MOST_PARTS}, for which MPI has tags"
+    )
 
 
 @rule(
@@ -65,8 +83,8 @@ def _partition_has_all_blocks(
 ) -> str | None:
     if partition in ("even", "measured"):
         return None
-    words = partition.split(",")
-    if not all(word.strip().isdigit() for word in words):
+    words = [word.strip() for word in partition.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         return f'{v.say("parallel.partition")} must be "even", "measured" or "N,N,..."'
     counts = [int(word) for word in words]
     wrong = []

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from mpipar.config.schedules import RUN
+from mpipar.config.schedules import NEEDS
 
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -106,7 +106,7 @@ class Parallel(Section):
     pipeline: Positive = Field(1, description="stages that the blocks are cut into")
     schedule: Text = Field(
         "1f1b",
-        description=f"order of work on the stages: {', '.join(RUN)}, or the path of "
+        description=f"order of work on the stages: {', '.join(NEEDS)}, or the path of "
         "a text file with the actions of each stage",
     )
     chunks: Natural = Field(
@@ -165,7 +165,7 @@ class Train(Section):
         description="type of all floats; bf16, fp16 = weights, their gradients and "
         "what products read in 16 bits, with fp32 sums, moments and master weights",
     )
-    loss_scale: AboveZero = Field(
+    loss_scale: Annotated[float, Field(ge=1)] = Field(
         65536.0,
         description="fp16 only: what the loss is multiplied by at first; halved when "
         "a gradient overflows",

@@ -8,12 +8,10 @@ class Needs(NamedTuple):
 
     chunks      fewest and most pieces of the model on a stage (None: any number)
     per_stage   fewest micro-batches for each stage; 0: one is enough for all
-    is_run      False where it can be drawn and simulated, but not trained with
     """
 
     chunks: tuple[int, int | None] = (1, 1)
     per_stage: int = 0
-    is_run: bool = True
 
 
 NEEDS = {
@@ -25,11 +23,9 @@ NEEDS = {
     "zb-h1": Needs(),
     "zb-h2": Needs(),
     "zb-v": Needs(chunks=(2, 2)),
-    "2bw": Needs(per_stage=1, is_run=False),
+    "2bw": Needs(per_stage=1),
     "dualpipe-v": Needs(chunks=(2, 2), per_stage=2),
 }
-
-RUN = [name for name, needs in NEEDS.items() if needs.is_run]
 
 
 def is_file(schedule: str) -> bool:

@@ -1,5 +1,6 @@
 """One optimizer step of a model on a layout, and what it takes to set it up."""
 
+from mpipar.engine.continuous import open_engine
 from mpipar.engine.engine import Engine, StepResult, finite
 from mpipar.engine.setup import load_vocabulary, make_sampler, open_grid
 
@@ -9,5 +10,6 @@ __all__ = [
     "finite",
     "load_vocabulary",
     "make_sampler",
+    "open_engine",
     "open_grid",
 ]

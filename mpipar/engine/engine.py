@@ -92,6 +92,8 @@ class Engine:
         again = model.block_units() if recipe.train.recompute == "full" else ()
         transfer = Transfer(grid.pp, self.schedule, ops)
         self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
+        self.states = [self.state]
+        self._shapes: list[tuple[int, ...]] = []
         self.number = 0
 
     def _make_state(self) -> TrainingState:
@@ -152,23 +154,27 @@ class Engine:
                 schedule = plan_schedule(self.recipe, len(batches))
             actions = schedule.actions[self.grid.pp.rank]
             losses = self._run(actions, batches, valid, training=True)
-            self.state.gradients.finish()
+            self.state.finish()
         return sum(losses)
+
+    @property
+    def begun(self) -> int:
+        """Batches that have been worked on; `number` of them have led to an update."""
+        return self.number
 
     def step(
         self, batches: Sequence[Batch], valid: int, *, stop: bool = False
-    ) -> StepResult:
+    ) -> StepResult | None:
         """One optimizer step; `stop` tells others that this rank wants to end."""
         loss = self.gradients(batches, valid)
-        norm, loss, bubble, stops = self._agree(loss, stop)
-        lr, scale = learning_rate(self.recipe, self.number), self.loss_scale.value
-        updated = self.optimizer.update(lr, norm, scale)
-        if updated:
-            self.state.updated()
-        self.loss_scale.note(good=updated)
+        votes = self.grid.world.all_reduce(self._votes(self.state, loss, stop))
+        result = self._update(self.state, votes, valid, self.loss_scale.value)
         self.number += 1
-        loss = float(loss / max(valid, 1))
-        return StepResult(loss, norm, lr, updated, scale, bubble, stops)
+        return result
+
+    def drain(self) -> StepResult | None:
+        """Ends what `step` has only begun."""
+        return None
 
     def step_flops(self) -> int:
         """FLOPs of one step on this rank, by formula: three times forward."""
@@ -186,11 +192,14 @@ class Engine:
             ranks=state.shard.size if state.shard else 1,
             prefetch=recipe.parallel.prefetch,
             accumulation=recipe.accumulation,
+            beside=state.has_parts_beside,
             item=self.ops.dtype.itemsize,
             operand_item=self.ops.operand_dtype.itemsize,
         )
         given = math.prod(self.model.stream_shape(batch, context))
         given *= self.ops.dtype.itemsize
+        for kind in found.keys() - {"optimizer"}:
+            found[kind] *= len(self.states)
         costs = [unit.cost(batch, context) for unit in self.model.units]
         peak = peak_bytes(
             self.schedule.actions[self.grid.pp.rank],
@@ -205,30 +214,53 @@ class Engine:
         losses = 0.0
         for batch in rounds:
             actions = [Action("F", 0, chunk) for chunk in range(self.schedule.chunks)]
-            losses += self._run(actions, [batch], valid, training=False)[0]
+            open_ = self.begun > self.number
+            losses += self._run(actions, [batch], valid, training=False, goes_on=open_)[
+                0
+            ]
         total = np.array([self._counted(losses)])
         return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
 
     def _run(
-        self, actions: Any, batches: Sequence[Batch], valid: int, *, training: bool
+        self,
+        actions: Sequence[Action],
+        batches: Sequence[Batch],
+        valid: int,
+        *,
+        training: bool,
+        goes_on: bool = False,
     ) -> list[float]:
         """Runs actions on micro-batches; the loss sum of each."""
         tokens = [self._tokens(batch) for batch in batches]
         steps = [self._step(batch, valid, training=training) for batch in batches]
-        return self.executor.run(
-            actions, tokens, [self.model.stream_shape(*x.shape) for x in tokens], steps
-        )
+        shapes = [self.model.stream_shape(*x.shape) for x in tokens]
+        if training:
+            self._shapes = shapes
+        return self.executor.run(actions, tokens, shapes, steps, goes_on=goes_on)
 
-    def _agree(self, loss: float, stop: bool) -> tuple[float, float, float, int]:
-        """Global gradient norm, loss sum, bubble and stop votes, in one message."""
-        copies, run = self.state.replicas, self.executor
-        square = self.optimizer.square_norm(copies.rank, copies.size)
-        values = [square, self._counted(loss), run.waited, run.seconds, float(stop)]
-        square, loss, waited, seconds, stops = self.grid.world.all_reduce(
-            np.array(values)
-        ).tolist()
-        norm = square**0.5 / self.loss_scale.value
-        return norm, loss, waited / seconds if seconds else 0.0, int(stops)
+    def _votes(self, state: TrainingState, loss: float, stop: bool) -> np.ndarray:
+        """This rank's summands of square norm, loss, waiting and working seconds, and
+        ranks that want to stop."""
+        square = self.optimizer.square_norm(state.replicas.rank, state.replicas.size)
+        waited, seconds = self.executor.timing
+        return np.array([square, self._counted(loss), waited, seconds, float(stop)])
+
+    def _update(
+        self, state: TrainingState, votes: np.ndarray, valid: int, scale: float
+    ) -> StepResult:
+        """Updates the masters of `state` by its gradients, and spreads their values.
+
+        votes   sums of all ranks;  scale  of the loss that the gradients are of
+        """
+        square, loss, waited, seconds, stops = votes.tolist()
+        norm, lr = square**0.5 / scale, learning_rate(self.recipe, self.number)
+        updated = self.optimizer.update(lr, norm, scale)
+        if updated:
+            state.updated()
+        self.loss_scale.note(good=updated)
+        bubble = waited / seconds if seconds else 0.0
+        loss = float(loss / max(valid, 1))
+        return StepResult(loss, norm, lr, updated, scale, bubble, int(stops))
 
     def _counted(self, loss: float) -> float:
         """Ranks of tp hold the same loss: only the first counts."""
@@ -241,7 +273,7 @@ class Engine:
             samples=asarray(batch.samples),
             labels=asarray(batch.labels[:, self._held(batch)]),
             valid=valid,
-            number=self.number,
+            number=self.begun,
             seed=self.recipe.train.seed,
             loss_scale=self.loss_scale.value,
             training=training,

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,23 @@ def plan_schedule(recipe: Recipe, micro_batches: int) -> Schedule:
         for key, (own, needed) in rules.items()
         if own != needed
     ]
+    counts, parts = given_counts(recipe), schedule.virtual_stages
+    if counts is not None and len(counts) != parts:
+        wrong.append(
+            f'parallel.partition = "{parallel.partition}" must have {parts} numbers '
+            f"for {path}, not {len(counts)}"
+        )
     if wrong:
         raise ConfigError(wrong)
     return schedule
+
+
+def given_counts(recipe: Recipe) -> list[int] | None:
+    """Blocks of each virtual stage, where the recipe has them."""
+    partition = recipe.parallel.partition
+    if partition in ("even", "measured"):
+        return None
+    return [int(word) for word in partition.split(",")]
 
 
 def own_chunks(schedule: Schedule, counts: list[int], stage: int) -> list[Chunk]:
@@ -71,13 +86,13 @@ def own_chunks(schedule: Schedule, counts: list[int], stage: int) -> list[Chunk]
 
 def block_counts(recipe: Recipe, schedule: Schedule, grid: Any, ops: Ops) -> list[int]:
     """Blocks of each virtual stage; collective where they are to be measured."""
-    partition, layers = recipe.parallel.partition, recipe.model.layers
+    if (counts := given_counts(recipe)) is not None:
+        return counts
+    layers = recipe.model.layers
     parts = range(schedule.virtual_stages)
     owners = [schedule.owner(place)[0] for place in parts]
-    if partition == "even":
+    if recipe.parallel.partition == "even":
         return shared_out(layers, owners)
-    if partition != "measured":
-        return [int(word) for word in partition.split(",")]
     first, block, last = _measure(recipe, grid, ops)
     if schedule.chunks == 1:
         return balanced([block] * layers, len(parts), first=first, last=last)
@@ -105,19 +120,26 @@ def _measure(recipe: Recipe, grid: Any, ops: Ops, repeats: int = 3) -> list[floa
         labels=ids,
         valid=ids.size,
     )
+    again = model.block_units() if recipe.train.recompute == "full" else ()
     best = np.full(len(model.units), math.inf)
     for _ in range(repeats):
-        best = np.minimum(best, _time_units(model, ids, step, ops))
+        best = np.minimum(best, _time_units(model, ids, step, ops, again))
     return grid.world.all_reduce(best, "max").tolist()
 
 
-def _time_units(model: Model, x: Any, step: Step, ops: Ops) -> np.ndarray:
-    """Seconds that each unit takes for one micro-batch."""
+def _time_units(
+    model: Model, x: Any, step: Step, ops: Ops, again: Collection[int]
+) -> np.ndarray:
+    """Seconds that each unit takes for one micro-batch, those of `again` with a second
+    forward pass."""
     seconds, kept, dy = np.zeros(len(model.units)), [], None
     clock = time.perf_counter
     for index, unit in enumerate(model.units):
         began = clock()
-        x, saved = unit.forward(x, step)
+        given = x
+        x, saved = unit.forward(given, step)
+        if index in again:
+            _, saved = unit.forward(given, step)
         ops.synchronize()
         seconds[index] += clock() - began
         kept.append(saved)

@@ -17,6 +17,13 @@ Array = Any
 class UnitHooks:
     """Whoever must know when units run: all do nothing here."""
 
+    def action_begins(self, number: int) -> None:
+        """Units are about to work on a micro-batch; negative numbers are those of the
+        batch before."""
+
+    def action_ended(self, number: int) -> None:
+        """Units have worked on a micro-batch."""
+
     def forward_begins(self, index: int) -> None:
         """Unit `index` is about to run forward."""
 

@@ -76,7 +76,8 @@ class Parameter:
                 box=self.box,
             )
         else:
-            self.data[...] = 1.0 if self.init == "ones" else 0.0
+            value = 1.0 if self.init == "ones" else 0.0
+            ops.store(ops.zeros(self.local_shape) + ops.dtype.type(value), self.data)
 
 
 def whole(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.attention import AttentionOps
-from mpipar.ops.half import HALVES, NAMES, narrow, widen
+from mpipar.ops.half import HALVES, NAMES, is_half, narrow, widen
 from mpipar.ops.norm import NormOps
 from mpipar.ops.random import RandomOps
 
@@ -78,11 +78,11 @@ class Ops(AttentionOps, NormOps, RandomOps):
         return narrow(x, out)
 
     def add_to(self, grad: Array, x: Array) -> None:
-        """grad += x, rounded once."""
-        if grad.dtype == x.dtype:
-            grad += x
-        else:
+        """grad += x, rounded once; x of the compute type."""
+        if is_half(grad.dtype):
             narrow(widen(grad) + x, grad)
+        else:
+            grad += x
 
     def empty_operand(self, shape: tuple[int, ...]) -> Array:
         """An uninitialised array of the operand type."""

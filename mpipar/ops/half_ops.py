@@ -29,7 +29,7 @@ class HalfOps(NumpyOps):
             return super().operand(x, out)
         out = self.empty_operand(x.shape) if out is None else out
         flat = np.ascontiguousarray(x).reshape(-1)
-        self._by_rows(elementwise.to_operand, flat, out.reshape(-1))
+        self._by_rows(elementwise.to_operand, flat, np.reshape(out, -1, copy=False))
         return out
 
     def _multiply(

@@ -66,9 +66,9 @@ class Executor:
                    passes, or left for weight gradients; a unit made again counts too
     peak_in_flight most chunks held at a time that had run forward, and whose weight
                    gradients were missing
-    seconds        of the last run;  waited  of them, for other stages
-    work           seconds without waiting, and number, of all actions so far, by kind
-                   and chunk
+    timing         seconds of the last run that it waited for other stages, and all
+    work           seconds without waiting, and number, of all actions of training so
+                   far, by kind and chunk
     """
 
     def __init__(
@@ -82,11 +82,14 @@ class Executor:
         self.units, self.chunks, self.hooks = list(units), list(chunks), hooks
         self.transfer, self.again = transfer, frozenset(again)
         self.peak_bytes = self.peak_in_flight = 0
-        self.seconds = self.waited = 0.0
+        self.timing = 0.0, 0.0
+        self._waited = 0.0
         self.work: dict[tuple[str, int], tuple[float, int]] = {}
         self._saved: dict[Key, list] = {}
         self._left: dict[Key, list] = {}
-        self._steps: Sequence[Step] = ()
+        # Bytes of what is held
+        self._sizes: dict[Key, int] = {}
+        self._steps: dict[int, Step] = {}
 
     def run(
         self,
@@ -94,21 +97,29 @@ class Executor:
         inputs: Sequence[Array],
         shapes: Sequence[tuple[int, ...]],
         steps: Sequence[Step],
+        *,
+        goes_on: bool = False,
     ) -> list[float]:
         """Loss of each micro-batch, summed over its tokens; 0 where the head is not.
 
         actions    what to do, in order
         inputs     token ids (b, s) of each micro-batch
         shapes     of each in the residual stream, (b, s/u, d)
+        goes_on    what is in flight at the end belongs to negative micro-batches of the
+                   next run
         """
         began = time.perf_counter()
         self.peak_bytes = self.peak_in_flight = 0
-        self.waited, self._steps = 0.0, steps
+        self._waited = 0.0
+        self._steps |= dict(enumerate(steps))
         losses = [0.0] * len(inputs)
-        finals = {a.chunk: place for place, a in enumerate(actions) if "W" in a.kind}
+        finals = {(a.chunk, a.micro_batch < 0): a for a in actions if "W" in a.kind}
         self.transfer.begin(actions, shapes)
-        for place, (kind, number, chunk) in enumerate(actions):
-            last, mark = finals.get(chunk) == place, time.perf_counter() - self.waited
+        for action in actions:
+            kind, number, chunk = action
+            last = finals.get((chunk, number < 0)) == action
+            mark = time.perf_counter() - self._waited
+            self.hooks.action_begins(number)
             if kind == "F":
                 loss = self._forward(chunk, number, inputs[number], keep=bool(finals))
                 losses[number] += loss
@@ -116,15 +127,27 @@ class Executor:
                 self._weights(chunk, number, last=last)
             else:
                 self._backward(chunk, number, weights=kind == "BW", last=last)
-            spent, count = self.work.get((kind, chunk), (0.0, 0))
-            spent += time.perf_counter() - self.waited - mark
-            self.work[kind, chunk] = spent, count + 1
-        self.transfer.finish()
-        if self._saved or self._left:
-            flying = sorted({*self._saved, *self._left})
-            raise ShapeError(f"schedule left (chunk, micro-batch) {flying} in flight")
-        self.seconds = time.perf_counter() - began
+            self.hooks.action_ended(number)
+            if finals:
+                spent, count = self.work.get((kind, chunk), (0.0, 0))
+                spent += time.perf_counter() - self._waited - mark
+                self.work[kind, chunk] = spent, count + 1
+        self.transfer.finish(goes_on=goes_on)
+        self._end(len(steps) if finals else 0, goes_on=goes_on)
+        if finals:
+            self.timing = self._waited, time.perf_counter() - began
         return losses
+
+    def _end(self, count: int, *, goes_on: bool) -> None:
+        """Nothing is in flight after `count` micro-batches, or all of it renumbered."""
+        flying = sorted({*self._saved, *self._left})
+        if flying and not goes_on:
+            raise ShapeError(f"schedule left (chunk, micro-batch) {flying} in flight")
+        kept = {number for _, number in flying}
+        self._steps = {n - count: x for n, x in self._steps.items() if n in kept}
+        self._saved = {(c, n - count): x for (c, n), x in self._saved.items()}
+        self._left = {(c, n - count): x for (c, n), x in self._left.items()}
+        self._sizes = {(c, n - count): x for (c, n), x in self._sizes.items()}
 
     def _forward(self, chunk: int, number: int, x: Array, *, keep: bool) -> float:
         """The loss where the chunk ends the model, else 0."""
@@ -142,7 +165,7 @@ class Executor:
             self.transfer.poll()
         if keep:
             self._saved[chunk, number] = saved
-            self._note()
+            self._note((chunk, number), saved)
         if self.transfer.is_last(chunk):
             return x
         self.transfer.send(x, "act", number, chunk)
@@ -158,7 +181,7 @@ class Executor:
             kept = saved.pop()
             if index in self.again:
                 _, kept = self.units[index].forward(kept, self._steps[number])
-                self._note(kept, left)
+                self._note((chunk, number), saved, kept, left)
             dy, rest = self.units[index].backward_input(dy, kept)
             del kept
             self.hooks.backward_ended(index)
@@ -168,16 +191,17 @@ class Executor:
                 left.append(rest)
             del rest
             self.transfer.poll()
-        del self._saved[chunk, number]
+        del self._saved[chunk, number], self._sizes[chunk, number]
         if not weights:
             self._left[chunk, number] = left
-            self._note()
+            self._note((chunk, number), left)
         if not self.transfer.is_first(chunk):
             self.transfer.send(dy, "grad", number, chunk)
 
     def _weights(self, chunk: int, number: int, *, last: bool) -> None:
         """The weight gradients of a chunk whose input gradients have been made."""
         left = self._left.pop((chunk, number))
+        del self._sizes[chunk, number]
         for index in reversed(self.chunks[chunk]):
             self._add(index, left.pop(0), last=last)
             self.transfer.poll()
@@ -190,12 +214,11 @@ class Executor:
     def _receive(self, kind: str, number: int, chunk: int) -> Array:
         began = time.perf_counter()
         x = self.transfer.receive(kind, number, chunk)
-        self.waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - began
         return x
 
-    def _note(self, *more: Any) -> None:
-        """Takes in what is held now."""
-        held = nbytes(*self._saved.values(), *self._left.values(), *more)
-        self.peak_bytes = max(self.peak_bytes, held)
-        flying = len({*self._saved, *self._left})
-        self.peak_in_flight = max(self.peak_in_flight, flying)
+    def _note(self, key: Key, *held: Any) -> None:
+        """Takes in what is held now of one micro-batch, beside that of the others."""
+        self._sizes[key] = nbytes(*held)
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+        self.peak_in_flight = max(self.peak_in_flight, len(self._sizes))

@@ -126,6 +126,15 @@ def interleaved(p: int, s: int, m: int, v: int) -> list[Action]:
     return _in_turns(forwards, backwards, 2 * (p - 1 - s) + (v - 1) * largest)
 
 
+def without_break(p: int, s: int, m: int) -> list[Action]:
+    """What stage s does for one batch of 2bw, between two others: forward of m micro-
+    batches, each followed by the backward that 1F1B has there. Those of the batch
+    before have negative numbers, -1 the last."""
+    lag = p - 1 - s
+    pairs = ((Action("F", i), Action("BW", i - lag)) for i in range(m))
+    return [action for pair in pairs for action in pair]
+
+
 def zb_h1(p: int, s: int, m: int, v: int) -> list[Action]:
     """W fills the end of the pipeline (Qi et al. 2023). Holds min(p, m) everywhere."""
     return _delayed_weights(m, warm_up=p - s, delay=s)

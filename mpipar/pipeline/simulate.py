@@ -15,7 +15,7 @@ Product = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of F, B and W; BW takes B + W.
+    """Time of F, B, W and BW, which takes B + W unless said.
 
     A number is the time of a whole stage, and each of its chunks takes an equal part. A
     sequence gives the time of every virtual stage.
@@ -24,6 +24,7 @@ class Costs:
     forward: float | Sequence[float] = 1
     backward: float | Sequence[float] = 1
     weight: float | Sequence[float] = 1
+    both: Sequence[float] | None = None
 
     def table(self, schedule: Schedule) -> dict[str, list[float]]:
         """Times by kind and virtual stage. Raises ConfigError where one cannot be."""
@@ -40,7 +41,7 @@ class Costs:
         if wrong:
             raise ConfigError(wrong, title="the costs")
         both = zip(table["B"], table["W"], strict=True)
-        return table | {"BW": [b + w for b, w in both]}
+        return table | {"BW": self.both or [b + w for b, w in both]}
 
 
 def costs_of(
@@ -50,13 +51,11 @@ def costs_of(
 
     work   of each stage: seconds and number of its actions, by kind and chunk
     """
-    table = {kind: [0.0] * schedule.virtual_stages for kind in ("F", "B", "W")}
+    table = {k: [0.0] * schedule.virtual_stages for k in ("F", "B", "W", "BW")}
     for stage, spent in enumerate(work):
         for (kind, chunk), (seconds, count) in spent.items():
-            # Where a schedule has BW alone, it stands for B and W.
-            row = table["B" if kind == "BW" else kind]
-            row[schedule.virtual(stage, chunk)] += seconds / count
-    return Costs(table["F"], table["B"], table["W"])
+            table[kind][schedule.virtual(stage, chunk)] = seconds / count
+    return Costs(*table.values())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Transfer:
     work before it; an array that is sent is kept until it has left. Two stages that are
     the same rank hand their arrays over.
 
-    pp         communicator of the stages, used by nobody else
+    pp         communicator of the stages; nobody else sends messages on it
     schedule   tells who has which virtual stage
     Moves      b·s/u·d items for each action that does not begin or end the model;
                u = tp under sequence parallelism, else 1
@@ -90,9 +90,9 @@ class Transfer:
         while self._leaving and self._leaving[0][0].test():
             self._leaving.popleft()[0].wait()
 
-    def finish(self) -> None:
-        """Waits until everything has left."""
-        while self._leaving:
+    def finish(self, *, goes_on: bool = False) -> None:
+        """Waits until everything has left, unless others take it in the next run."""
+        while self._leaving and not goes_on:
             self._leaving.popleft()[0].wait()
         if self._posted or self._here:
             raise ShapeError("the schedule left messages that nobody used")

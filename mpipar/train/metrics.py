@@ -81,14 +81,15 @@ class Metrics:
 
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes of the arrays this rank holds, and the peak of its resident memory."""
-    values, gradients = engine.state.values, engine.state.gradients
-    optimizer = engine.optimizer
+    states, optimizer = engine.states, engine.optimizer
     return {
-        "params": values.nbytes,
-        "grads": gradients.nbytes,
-        "masters": engine.state.masters.nbytes,
+        "params": sum(state.values.nbytes for state in states),
+        "grads": sum(state.gradients.nbytes for state in states),
+        "masters": sum(state.masters.nbytes for state in states),
         "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
-        "unit_buffers": values.buffer_bytes + gradients.buffer_bytes,
+        "unit_buffers": sum(
+            state.values.buffer_bytes + state.gradients.buffer_bytes for state in states
+        ),
         "activations_peak": engine.executor.peak_bytes,
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

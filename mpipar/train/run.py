@@ -9,7 +9,14 @@ from mpipar.checkpoint import save_weights
 from mpipar.comm import raise_together
 from mpipar.config import Recipe, to_toml
 from mpipar.data import Loader, Sampler, unigram_entropy
-from mpipar.engine import Engine, load_vocabulary, make_sampler, open_grid
+from mpipar.engine import (
+    Engine,
+    StepResult,
+    load_vocabulary,
+    make_sampler,
+    open_engine,
+    open_grid,
+)
 from mpipar.errors import ConfigError
 from mpipar.ops import bf16_obstacle
 from mpipar.train.metrics import Metrics, write_summary
@@ -32,7 +39,7 @@ def run_training(recipe: Recipe, world: Any, out: Path) -> int:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         sampler = make_sampler(recipe, tokenizer, grid)
         _make_folder(out, recipe, grid.world)
-        engine = Engine(recipe, grid, ops)
+        engine = open_engine(recipe, grid, ops)
         with Loader(sampler, recipe.data.workers, stop=recipe.train.steps) as loader:
             return _Run(engine, loader, out).train()
 
@@ -89,24 +96,36 @@ class _Run:
         """Runs until the last step or until a rank is asked to stop; the last line."""
         steps, train = self.recipe.train.steps, self.recipe.train
         valid = self.sampler.valid_tokens
+        stop = 0
         while True:
-            batches = self.loader.train_batches(self.engine.number)
-            result = self.engine.step(batches, valid, stop=signals.asked)
+            result = self._advance(valid, stop > 0, signals)
+            if result is None:
+                continue
             line = metrics.record(result, valid)
             self.bubbles.append(result.bubble)
-            number = self.engine.number
-            ends = number == steps or result.stop > 0
+            number, stop = self.engine.number, stop + result.stop
+            ends = number == steps or stop > 0 and number == self.engine.begun
             if ends or (train.eval_every and number % train.eval_every == 0):
                 line |= self._evaluate()
                 metrics.restart_clock()
             metrics.write(line)
             show.step(line)
             if ends:
-                return line | {"stop": result.stop}
+                return line | {"stop": stop}
             every = self.recipe.checkpoint.every
             if every and number % every == 0:
                 self._save(show)
                 metrics.restart_clock()
+
+    def _advance(
+        self, valid: int, stopping: bool, signals: StopSignals
+    ) -> StepResult | None:
+        """Works on the next batch, or ends what was begun when there is none."""
+        engine = self.engine
+        if stopping or engine.begun == self.recipe.train.steps:
+            return engine.drain()
+        batches = self.loader.train_batches(engine.begun)
+        return engine.step(batches, valid, stop=signals.asked)
 
     def _evaluate(self) -> dict[str, float]:
         """Mean loss over the held-out samples, where there are any."""

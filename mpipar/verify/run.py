@@ -11,7 +11,15 @@ from mpipar.checkpoint import global_arrays
 from mpipar.comm import raise_together
 from mpipar.config import UNCUT, Recipe, replace, resolve
 from mpipar.data import Sampler
-from mpipar.engine import Engine, finite, load_vocabulary, make_sampler, open_grid
+from mpipar.engine import (
+    Engine,
+    StepResult,
+    finite,
+    load_vocabulary,
+    make_sampler,
+    open_engine,
+    open_grid,
+)
 from mpipar.errors import ConfigError
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
@@ -92,11 +100,11 @@ def run_verification(
     with grid:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         sampler = make_sampler(recipe, tokenizer, grid)
-        layout = Engine(recipe, grid, ops)
+        layout = open_engine(recipe, grid, ops)
         serial = _serial_engine(recipe, ops, sampler) if grid.world.rank == 0 else None
         verdict = Verdict(recipe.parallel.axes | {"sequence": recipe.parallel.sequence})
-        for step in range(steps):
-            _compare_step(step, layout, sampler, serial, verdict)
+        for _ in range(steps + 1):
+            _compare_step(steps, layout, sampler, serial, verdict)
         _compare_tensors(steps, "weights", layout, serial, verdict)
         error = None
         if serial is not None:
@@ -108,35 +116,48 @@ def run_verification(
 
 def _serial_engine(recipe: Recipe, ops: Any, sampler: Sampler) -> _Serial:
     """The same model on one rank, and samples that give it the whole batch."""
-    recipe = resolve(replace(recipe, UNCUT), 1)
+    uncut = dict(UNCUT)
+    if recipe.parallel.schedule == "2bw":
+        # Its updates come a batch later, on one rank as well.
+        uncut["parallel.schedule"] = "2bw"
+    recipe = resolve(replace(recipe, uncut), 1)
     whole = Sampler(
         sampler.stream,
         sampler.seed,
         sampler.global_batch,
         sampler.micro_batch,
     )
-    return Engine(recipe, serial_grid(), ops), whole
+    return open_engine(recipe, serial_grid(), ops), whole
 
 
 def _compare_step(
-    step: int,
+    steps: int,
     layout: Engine,
     sampler: Sampler,
     serial: _Serial | None,
     verdict: Verdict,
 ) -> None:
-    result = layout.step(sampler.train_batches(step), sampler.valid_tokens)
+    """Takes one of `steps` in the layout and on one rank, and compares them."""
+    result = _advance(layout, sampler, steps)
+    exact = None if serial is None else _advance(*serial, steps)
+    if result is None:
+        return
+    step = layout.number
     if serial is not None:
-        engine, whole = serial
-        exact = engine.step(whole.train_batches(step), whole.valid_tokens)
         loss = relative(result.loss, exact.loss)
         verdict.loss = larger(verdict.loss, loss)
-        verdict.note(step + 1, "loss", None, loss)
-    _compare_tensors(step + 1, "gradients", layout, serial, verdict)
+        verdict.note(step, "loss", None, loss)
+    _compare_tensors(step, "gradients", layout, serial, verdict)
     if serial is not None:
         norm = relative(result.grad_norm, exact.grad_norm)
         verdict.grad_norm = larger(verdict.grad_norm, norm)
-        verdict.note(step + 1, "grad_norm", None, norm)
+        verdict.note(step, "grad_norm", None, norm)
+
+
+def _advance(engine: Engine, sampler: Sampler, steps: int) -> StepResult | None:
+    if engine.begun == steps:
+        return engine.drain()
+    return engine.step(sampler.train_batches(engine.begun), sampler.valid_tokens)
 
 
 def _compare_tensors(

@@ -11,6 +11,7 @@ def state_bytes(
     ranks: int,
     prefetch: int,
     accumulation: int,
+    beside: bool,
     item: int,
     operand_item: int,
 ) -> dict[str, int]:
@@ -19,6 +20,7 @@ def state_bytes(
     sizes          items of each unit, padded;  root  those of embedding and head
     ranks          that share a copy;  prefetch  blocks fetched early
     accumulation   micro-batches of a step
+    beside         whether sums of a unit arrive more than once in a step
     item           bytes of a number of the compute type;  operand_item  of the operand
                    type, which is smaller in mixed precision
     """
@@ -30,9 +32,8 @@ def state_bytes(
     summed = item if accumulation > 1 else operand_item
     buffers = 0
     if stage >= 2:
-        beside = max(sizes, default=0) // ranks if accumulation > 1 else 0
         buffers += operand_item * (ends + min(2, len(blocks)) * largest)
-        buffers += summed * beside
+        buffers += summed * (max(sizes, default=0) // ranks if beside else 0)
     if stage == 3:
         buffers += operand_item * (ends + min(1 + prefetch, len(blocks)) * largest)
     return {

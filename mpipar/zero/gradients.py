@@ -2,7 +2,7 @@
 
 Parameters that are whole on ranks of a tensor-parallel group have summands there; these
 are added up first. A tied weight has its other summand on another pipeline stage; this
-is added last, when neither stage has anything else to do.
+is added last (`TrainingState.ties_start`), when neither stage has anything else to do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,8 @@ class WholeGradients:
 
     buffer_bytes = 0
 
-    def __init__(self, flat: FlatState, partials: Partials, ties: Any) -> None:
-        self.flat, self.partials, self.ties = flat, partials, ties
+    def __init__(self, flat: FlatState, partials: Partials) -> None:
+        self.flat, self.partials = flat, partials
         self._handles: list[Any] = []
 
     @property
@@ -56,6 +56,11 @@ class WholeGradients:
     def begin(self) -> None:
         """A step begins: nothing is summed yet."""
         self.flat.grad[...] = 0.0
+
+    def bind(self) -> None:
+        """Makes parameters' gradients views of these, where others are bound."""
+        for unit in self.flat.units:
+            unit.bind_gradients(self.flat.grad[unit.stretch])
 
     def need(self, index: int) -> None:
         """Gradients of unit `index` are about to be added to."""
@@ -90,14 +95,9 @@ class BucketedGradients(WholeGradients):
     """
 
     def __init__(
-        self,
-        flat: FlatState,
-        axis: Any,
-        partials: Partials,
-        ties: Any,
-        bucket_bytes: float,
+        self, flat: FlatState, axis: Any, partials: Partials, bucket_bytes: float
     ) -> None:
-        super().__init__(flat, partials, ties)
+        super().__init__(flat, partials)
         self.axis, self.bucket_bytes = axis, bucket_bytes
         # Where the last bucket begins, and how many units lie before the final ones
         self._open, self._left = flat.size, len(flat.units)
@@ -114,7 +114,6 @@ class BucketedGradients(WholeGradients):
         self._open, self._left = self.flat.size, len(self.flat.units)
         self._finals.clear()
         self.partials.sum(self.flat.parameters)
-        sum_ties(self)
 
     def _final(self, index: int) -> None:
         # A schedule may finish a unit before a later one.
@@ -145,9 +144,9 @@ class ScatteredGradients(WholeGradients):
     """
 
     def __init__(
-        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials, ties: Any
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
     ) -> None:
-        super().__init__(flat, partials, ties)
+        super().__init__(flat, partials)
         self.shard, self.replicas = shard, replicas
 
     def own(self, index: int) -> Array:
@@ -158,7 +157,6 @@ class ScatteredGradients(WholeGradients):
         """Waits until the own part of every gradient is the sum over all axes."""
         self._wait()
         sum_copies(self, self.replicas)
-        sum_ties(self)
 
     def _final(self, index: int) -> None:
         unit = self.flat.units[index]
@@ -182,10 +180,10 @@ class ShardedGradients:
     """
 
     def __init__(
-        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials, ties: Any
+        self, flat: FlatState, shard: Any, replicas: Any, partials: Partials
     ) -> None:
         self.flat, self.shard, self.replicas = flat, shard, replicas
-        self.partials, self.ties = partials, ties
+        self.partials = partials
         part = flat.size // shard.size
         self._own = flat.zeros(part, flat.grad_dtype, shared=False)
         self._buffers = UnitBuffers(flat, 2)
@@ -215,6 +213,13 @@ class ShardedGradients:
     def begin(self) -> None:
         """A step begins: nothing is summed yet."""
         self._fresh = set(range(len(self.flat.units)))
+
+    def bind(self) -> None:
+        """Makes parameters' gradients views of these, where others are bound."""
+        for index, unit in enumerate(self.flat.units):
+            unit.bind_gradients(
+                self._buffers.of(index) if index in self._bound else None
+            )
 
     def need(self, index: int) -> None:
         """Gradients of unit `index` are about to be added to: there must be some."""
@@ -256,7 +261,6 @@ class ShardedGradients:
         for index in self._buffers.blocks:
             self._buffers.drop(index)
         sum_copies(self, self.replicas)
-        sum_ties(self)
 
     def _beside(self, size: int) -> Array:
         if self._sums is None:
@@ -293,10 +297,3 @@ def sum_copies(gradients: Any, replicas: Any) -> None:
     ]
     for handle in handles:
         handle.wait()
-
-
-def sum_ties(gradients: Any) -> None:
-    """Adds up the own parts of tied weights, which lie alike on both stages."""
-    for index, unit in enumerate(gradients.flat.units):
-        if unit.is_tied:
-            gradients.ties.all_reduce(gradients.own(index))

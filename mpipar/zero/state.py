@@ -68,11 +68,14 @@ class TrainingState(UnitHooks):
         self.shard = shard if self.stage else None
         # Every rank of stage 0 updates all: sums and buffers have the same axis.
         self.replicas = replicas if self.stage else grad
-        self.prefetch, self._chunks = prefetch, model.chunks
+        self.ties, self.prefetch, self._chunks = ties, prefetch, model.chunks
+        self.accumulation = accumulation
         groups = model.groups()
         self._uses = groups.uses
         # Units of the model that read a group: it is reduced when the first one's
-        # gradients are there, and final once that is so for all of them.
+        # gradients are there, and final once that is so for all of them. Where they are
+        # in different chunks, they are at different micro-batches, which may not be
+        # added up in 16 bits.
         readers = [set() for _ in groups.parameters]
         for unit, used in enumerate(groups.uses):
             for group in used:
@@ -91,12 +94,10 @@ class TrainingState(UnitHooks):
             grad_dtype=ops.dtype if accumulation > 1 else ops.operand_dtype,
         )
         if self.stage == 0:
-            self.gradients = BucketedGradients(
-                self.flat, grad, sums, ties, bucket_bytes
-            )
+            self.gradients = BucketedGradients(self.flat, grad, sums, bucket_bytes)
         else:
             kind = ScatteredGradients if self.stage == 1 else ShardedGradients
-            self.gradients = kind(self.flat, shard, replicas, sums, ties)
+            self.gradients = kind(self.flat, shard, replicas, sums)
         if self.stage < 3:
             self.values = WholeValues(self.flat, self.shard)
         else:
@@ -154,13 +155,42 @@ class TrainingState(UnitHooks):
         for group in reversed(self._uses[index]):
             readers = self._readers[group]
             final = last and readers <= self._finals
-            if final or index == min(readers):
+            if final or index == min(readers) or self._is_apart(readers):
                 self.gradients.done(group, last=final)
+
+    @property
+    def has_parts_beside(self) -> bool:
+        """True where sums of a group may arrive more than once in a step."""
+        return self.accumulation > 1 or any(map(self._is_apart, self._readers))
+
+    def _is_apart(self, readers: set[int]) -> bool:
+        """True for units of different chunks."""
+        return not any(readers <= set(chunk) for chunk in self._chunks)
 
     def begin(self) -> None:
         """A step begins: nothing is summed yet."""
         self._finals.clear()
         self.gradients.begin()
+
+    def ties_start(self) -> list[Any]:
+        """Begins to add up gradients of tied weights, whose parts lie alike on both
+        stages; what is to be waited for."""
+        return [
+            self.ties.all_reduce_start(self.gradients.own(index))
+            for index, unit in enumerate(self.flat.units)
+            if unit.is_tied
+        ]
+
+    def finish(self) -> None:
+        """Waits until all gradients are sums over all of their axes."""
+        self.gradients.finish()
+        for handle in self.ties_start():
+            handle.wait()
+
+    def bind(self) -> None:
+        """Makes the parameters views of this state, where they are of another one."""
+        self.values.bind()
+        self.gradients.bind()
 
     def _need(self, index: int, then: int) -> None:
         """Values of a unit, and soon of those in direction `then` in its chunk."""

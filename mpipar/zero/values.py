@@ -35,6 +35,11 @@ class WholeValues:
         data = self.flat.data[self.flat.units[index].stretch]
         return data if self.shard is None else cut(data, self.shard)
 
+    def bind(self) -> None:
+        """Makes the parameters views of these values, where others are bound."""
+        for unit in self.flat.units:
+            unit.bind_values(self.flat.data[unit.stretch])
+
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""
         self.flat.ops.store(whole, self.flat.data[self.flat.units[index].stretch])
@@ -65,8 +70,9 @@ class GatheredValues:
     micro-batch does. The root (embedding and head, which may share a weight) has
     buffers of its own and is gathered once per update.
 
-    Volume of a step with a micro-batches and B = 1 + prefetch < L blocks, in units of
-    (S−1)/S of a block: a L forward, a (L − B) backward, less (a − 1) B: at most 2a.
+    Volume of a step F BW F BW … with a micro-batches and B = 1 + prefetch < L blocks,
+    in units of (S−1)/S of a block: a L forward, a (L − B) backward, less (a − 1) B: at
+    most 2a.
 
     peak     most elements of blocks that were held whole at a time
     Source   Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP)
@@ -95,6 +101,11 @@ class GatheredValues:
     def own(self, index: int) -> Array:
         """This rank's part of a unit."""
         return self._own[self.flat.units[index].stretch_of_parts(self.shard.size)]
+
+    def bind(self) -> None:
+        """Makes the parameters views of these values, where others are bound."""
+        for index, unit in enumerate(self.flat.units):
+            unit.bind_values(self._buffers.of(index) if index in self._ready else None)
 
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""

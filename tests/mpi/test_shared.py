@@ -247,7 +247,7 @@ def test_gradients_lie_in_shared_memory_and_are_reduced_there(axis):
     units = [[Parameter(f"p{i}", (50, 3), box, "zeros")] for i in range(4)]
     flat = FlatState(units, Ops(), axis)
     assert shared.segment_of(flat.grad, axis.mpi) is not None
-    sums = BucketedGradients(flat, axis, Partials({}, np), None, bucket_bytes=2000)
+    sums = BucketedGradients(flat, axis, Partials({}, np), bucket_bytes=2000)
     for step in range(3):
         flat.grad[...] = 0
         for index in (3, 2, 1, 0):

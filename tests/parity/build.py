@@ -15,7 +15,7 @@ import numpy as np
 
 from mpipar.config import Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.data import IGNORE, Batch
-from mpipar.engine import Engine, open_grid
+from mpipar.engine import Engine, open_engine, open_grid
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import make_ops
@@ -128,10 +128,11 @@ def scatter(engine: Engine) -> None:
 
     The moves depend on the name and the global index alone.
     """
-    for parameters in engine.state.whole_units("values"):
-        for p in parameters:
-            rng = np.random.default_rng(zlib.crc32(p.name.encode()))
-            p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
+    for state in engine.states:
+        for parameters in state.whole_units("values"):
+            for p in parameters:
+                rng = np.random.default_rng(zlib.crc32(p.name.encode()))
+                p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
 
 
 def region(p: Parameter) -> tuple[slice, ...]:
@@ -152,7 +153,7 @@ def layout_engine(recipe: Recipe, comm: Any) -> Iterator[Engine]:
     """A scattered engine of the recipe on the ranks of comm. Collective."""
     grid, ops = open_grid(recipe, comm)
     with grid:
-        engine = Engine(recipe, grid, ops)
+        engine = open_engine(recipe, grid, ops)
         scatter(engine)
         yield engine
 

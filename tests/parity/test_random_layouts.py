@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parity.build import FP64, compare, make_recipe
 
 from mpipar.config import AXES, Recipe
-from mpipar.config.schedules import RUN
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if tp * n <= ranks]))
     dp = ranks // (tp * pp)
-    schedule = draw(st.sampled_from(RUN))
+    schedule = draw(st.sampled_from(list(NEEDS)))
     chunks = draw(st.sampled_from([2, 3])) if schedule == "interleaved" else 0
     heads = tp * draw(st.integers(1, 12 // tp))
     family = draw(st.sampled_from(["gpt", "llama"]))

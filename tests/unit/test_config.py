@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from mpipar.config import AXES, Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.config.recipe import SECTIONS
-from mpipar.config.schedules import NEEDS, RUN
+from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 
 SHORT = "[model]\nlayers = 2\nwidth = 64\nheads = 4\ncontext = 64\n"
@@ -316,7 +316,7 @@ def recipes(draw) -> Recipe:
     sharded = tables["parallel"]["zero"] > 0
     tables["parallel"] |= {"tensor": tensor, "data": data}
     tables["parallel"] |= {"zero_shard": shard if sharded else 0}
-    stages, schedule = draw(st.integers(1, 4)), draw(st.sampled_from(RUN))
+    stages, schedule = draw(st.integers(1, 4)), draw(st.sampled_from(list(NEEDS)))
     least, most = NEEDS[schedule].chunks
     chunks = draw(st.integers(least, most or 5))
     counts = draw(st.lists(st.integers(0, 9), min_size=stages * chunks).filter(any))

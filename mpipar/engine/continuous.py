@@ -1,0 +1,197 @@
+"""Training without a break between batches: PipeDream-2BW.
+
+Batch k runs on the weights that batch k − 2 led to, W_k+1 = W_k − update(∇f_k(W_k−1)),
+so that forward passes of one batch need not wait for the backward passes of the one
+before. Two states hold what batches of even and of odd numbers see and add up.
+
+Source   Narayanan et al. 2021 (Memory-efficient pipeline-parallel DNN training)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpipar.config import Recipe
+from mpipar.data import Batch
+from mpipar.engine.engine import Engine, StepResult
+from mpipar.layers.model import UnitHooks
+from mpipar.ops import Ops
+from mpipar.pipeline.schedules import Action, without_break
+from mpipar.zero.state import TrainingState
+
+
+class Versions(UnitHooks):
+    """Passes on what the executor tells to the state of the batch that it works on.
+
+    current, previous   states of a batch and of the one before, if there is one
+    settlement          of the one before; begins when nothing more is added to it
+    """
+
+    def __init__(
+        self, current: TrainingState, previous: TrainingState, settlement: Any
+    ) -> None:
+        self.current, self.previous = current, previous
+        self.settlement, self.active = settlement, current
+        current.bind()
+
+    def action_begins(self, number: int) -> None:
+        state = self.previous if number < 0 else self.current
+        if state is not self.active:
+            state.bind()
+            self.active = state
+
+    def action_ended(self, number: int) -> None:
+        if self.settlement is not None and (number == -1 or self.settlement.has_begun):
+            self.settlement.poll()
+
+    def forward_begins(self, index: int) -> None:
+        self.active.forward_begins(index)
+
+    def forward_ended(self, index: int) -> None:
+        self.active.forward_ended(index)
+
+    def backward_begins(self, index: int) -> None:
+        self.active.backward_begins(index)
+
+    def backward_ended(self, index: int) -> None:
+        self.active.backward_ended(index)
+
+    def weight_begins(self, index: int) -> None:
+        self.active.weight_begins(index)
+
+    def weight_ended(self, index: int, *, last: bool) -> None:
+        self.active.weight_ended(index, last=last)
+
+
+class Settlement:
+    """Makes the gradients of one batch final and agrees on their norm, while the next
+    batch runs: stages are done with a batch at different times.
+
+    votes   sums of all ranks, once `wait` has returned
+    """
+
+    def __init__(
+        self, engine: "ContinuousEngine", state: TrainingState, loss: float, stop: bool
+    ) -> None:
+        self.engine, self.state, self.loss, self.stop = engine, state, loss, stop
+        self.has_begun = False
+        self._ties: list[Any] = []
+        self._agreed: Any = None
+
+    def poll(self) -> None:
+        """Goes as far as is possible without waiting for another stage."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.state.bind()
+            self.state.gradients.finish()
+            self._ties = self.state.ties_start()
+        if self._agreed is None and all([handle.test() for handle in self._ties]):
+            self._agree()
+        elif self._agreed is not None:
+            self._agreed.test()
+
+    def wait(self) -> Any:
+        """The sums of all ranks."""
+        self.poll()
+        if self._agreed is None:
+            self._agree()
+        return self._agreed.wait()
+
+    def _agree(self) -> None:
+        for handle in self._ties:
+            handle.wait()
+        engine = self.engine
+        engine.optimizer.pieces = self.state.pieces()
+        votes = engine._votes(self.state, self.loss, self.stop)
+        self._agreed = engine.grid.world.all_reduce_start(votes)
+
+
+class ContinuousEngine(Engine):
+    """An engine whose steps end one call later, or in `drain`."""
+
+    def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
+        super().__init__(recipe, grid, ops)
+        self.states.append(self._make_state())
+        self._rewind()
+        self.states[1].initialize(recipe.train.seed)
+
+    @property
+    def begun(self) -> int:
+        return self.number + (self._open is not None)
+
+    def step(
+        self, batches: Sequence[Batch], valid: int, *, stop: bool = False
+    ) -> StepResult | None:
+        """Begins a batch and ends the one before, whose result is returned."""
+        current, previous = self.states[self._turn], self.states[1 - self._turn]
+        settlement, pp = self._settlement(previous, stop), self.grid.pp
+        actions = without_break(pp.size, pp.rank, len(batches))
+        if settlement is None:
+            actions = [action for action in actions if action.micro_batch >= 0]
+        elif pp.rank == pp.size - 1:
+            settlement.poll()
+        self.executor.hooks = Versions(current, previous, settlement)
+        current.begin()
+        scale = self.loss_scale.value
+        losses = self._run(actions, batches, valid, training=True, goes_on=True)
+        result = self._settle(settlement)
+        self._open = sum(losses), valid, scale
+        self._turn = 1 - self._turn
+        return result
+
+    def drain(self) -> StepResult | None:
+        if self._open is None:
+            return None
+        current, previous = self.states[self._turn], self.states[1 - self._turn]
+        settlement = self._settlement(previous, stop=False)
+        lag = self.grid.pp.size - 1 - self.grid.pp.rank
+        actions = [Action("BW", number) for number in range(-lag, 0)]
+        self.executor.hooks = Versions(current, previous, settlement)
+        self.executor.run(actions, [], self._shapes, [])
+        result = self._settle(settlement)
+        self._open = None
+        # Whatever follows begins anew, on the same weights in both states.
+        self._copy(previous, current)
+        current.updated()
+        self._rewind()
+        return result
+
+    def _rewind(self) -> None:
+        """The next batch is a first one; the latest weights are bound."""
+        self._turn, self._open = 0, None
+        self.executor.hooks = self.state
+        self.state.bind()
+
+    def _settlement(self, state: TrainingState, stop: bool) -> Settlement | None:
+        """That of the batch that is open, if one is."""
+        if self._open is None:
+            return None
+        return Settlement(self, state, self._open[0], stop)
+
+    def _settle(self, settlement: Settlement | None) -> StepResult | None:
+        """Updates by the batch that was open; its state then has the latest weights."""
+        if settlement is None:
+            return None
+        votes, state = settlement.wait(), settlement.state
+        latest = self.states[1 - self.states.index(state)]
+        self._copy(latest, state)
+        _, valid, scale = self._open
+        result = self._update(state, votes, valid, scale)
+        if not result.updated:
+            state.updated()
+        self.number += 1
+        self.state, self.flat = state, state.flat
+        self.executor.hooks = state
+        state.bind()
+        return result
+
+    @staticmethod
+    def _copy(source: TrainingState, target: TrainingState) -> None:
+        """Gives the masters of one state to another one."""
+        for index in range(len(source.flat.units)):
+            target.masters.own(index)[...] = source.masters.own(index)
+
+
+def open_engine(recipe: Recipe, grid: Any, ops: Ops) -> Engine:
+    """The kind of engine that the schedule of a resolved recipe needs."""
+    kind = ContinuousEngine if recipe.parallel.schedule == "2bw" else Engine
+    return kind(recipe, grid, ops)
