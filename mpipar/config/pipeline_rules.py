@@ -4,6 +4,7 @@ import re
 from difflib import get_close_matches
 
 from mpipar.config.nearest import advice, divisors, either
+from mpipar.config.recipe import counts_as_text
 from mpipar.config.register import rule
 from mpipar.config.schedules import NEEDS, is_file
 from mpipar.config.values import Values
@@ -83,7 +84,7 @@ def _partition_has_all_blocks(
 ) -> str | None:
     if partition in ("even", "measured"):
         return None
-    words = [word.strip() for word in partition.split(",")]
+    words = [word.strip() for word in counts_as_text(partition).split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         return f'{v.say("parallel.partition")} must be "even", "measured" or "N,N,..."'
     counts = [int(word) for word in words]

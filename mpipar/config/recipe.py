@@ -29,6 +29,14 @@ def _to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def counts_as_text(value: Any) -> Any:
+    """One number or a list of numbers as "3,4,4,3"."""
+    numbers = value if isinstance(value, list) else [value]
+    if all(type(number) is int for number in numbers):
+        return ",".join(map(str, numbers))
+    return value
+
+
 def _each_axis_once(order: Sequence[str]) -> Sequence[str]:
     if sorted(order) != sorted(AXES):
         raise ValueError("not a permutation of the axes")
@@ -114,7 +122,7 @@ class Parallel(Section):
         description="pieces of the model on each stage; 0 = the fewest that the "
         "schedule takes",
     )
-    partition: Text = Field(
+    partition: Annotated[Text, BeforeValidator(counts_as_text)] = Field(
         "even",
         description='blocks of each stage: "even", "measured" (by the time they take), '
         'or numbers such as "3,4,4,3", of each chunk in the order of the model',

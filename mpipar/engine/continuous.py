@@ -15,8 +15,12 @@ from mpipar.data import Batch
 from mpipar.engine.engine import Engine, StepResult
 from mpipar.layers.model import UnitHooks
 from mpipar.ops import Ops
-from mpipar.pipeline.schedules import Action, without_break
+from mpipar.pipeline.schedules import Action, make_schedule, without_break
+from mpipar.pipeline.simulate import Costs, Simulation, simulate
 from mpipar.zero.state import TrainingState
+
+# Batches of a simulation
+MANY = 32
 
 
 class Versions(UnitHooks):
@@ -117,6 +121,11 @@ class ContinuousEngine(Engine):
     @property
     def begun(self) -> int:
         return self.number + (self._open is not None)
+
+    def simulate(self, costs: Costs | None = None) -> Simulation:
+        """Many batches: how it begins and ends hardly counts."""
+        shape = self.schedule.stages, self.schedule.micro_batches
+        return simulate(make_schedule("2bw", *shape, batches=MANY), costs)
 
     def step(
         self, batches: Sequence[Batch], valid: int, *, stop: bool = False

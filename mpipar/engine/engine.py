@@ -21,7 +21,7 @@ from mpipar.models import build_model
 from mpipar.ops import Ops
 from mpipar.pipeline.executor import Executor, Held, peak_bytes
 from mpipar.pipeline.schedules import Action
-from mpipar.pipeline.simulate import Simulation, costs_of, simulate
+from mpipar.pipeline.simulate import Costs, Simulation, costs_of, simulate
 from mpipar.pipeline.transfer import Transfer
 from mpipar.zero.adamw import AdamW, Hyper
 from mpipar.zero.cost import state_bytes
@@ -127,7 +127,11 @@ class Engine:
         count = np.array([sum(math.prod(p.shape) for p in own)])
         return int(self.grid.pp.all_reduce(count)[0])
 
-    def simulated_step(self) -> Simulation | None:
+    def simulate(self, costs: Costs | None = None) -> Simulation:
+        """The schedule, with these times of its actions."""
+        return simulate(self.schedule, costs)
+
+    def simulate_measured(self) -> Simulation | None:
         """The schedule with the times that the stages' actions took so far; on rank 0
         alone. Collective."""
         work = self.grid.world.gather_obj((self.grid.pp.rank, self.executor.work))
@@ -136,7 +140,7 @@ class Engine:
         # One rank stands for all that hold the same stage.
         stages = dict(work)
         rows = [stages[stage] for stage in range(self.schedule.stages)]
-        return simulate(self.schedule, costs_of(self.schedule, rows))
+        return self.simulate(costs_of(self.schedule, rows))
 
     def gradients(self, batches: Sequence[Batch], valid: int) -> float:
         """Fills the gradients with the sum over all axes; this rank's loss sum.

@@ -8,7 +8,6 @@ from typing import Any
 
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
-from mpipar.pipeline.simulate import simulate
 
 
 class Metrics:
@@ -25,7 +24,7 @@ class Metrics:
         if writes:
             self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._predicted = engine.predicted_memory()
-        self._bubble = simulate(engine.schedule).bubble
+        self._bubble = engine.simulate().bubble
         self._mark = self._counts()
         self._clock = time.perf_counter()
 

@@ -178,7 +178,7 @@ class _Run:
         self, show: Progress, line: dict[str, Any], entropy: float, seconds: float
     ) -> None:
         """Writes summary.json and says how the run ended."""
-        simulated = self.engine.simulated_step()
+        simulated = self.engine.simulate_measured()
         if simulated is None:
             return
         facts = {

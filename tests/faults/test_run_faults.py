@@ -17,6 +17,8 @@ FAULTS = {
     "import": "mpipar.layers.mlp::1:raise:",
     "exit": "mpipar.layers.head:Head.forward:1:exit:3",
 }
+# One stage fails alone, in the middle of a schedule.
+PIPELINE = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch=1")
 # A program starts in two ways; both must guard every fault.
 PROGRAMS = [
     pytest.param(SCRIPT, id="script"),
@@ -40,6 +42,12 @@ def run_with(
         assert not job.late and job.left == [], job.output
         assert ends is None or run.all_ended_with(ends, 2), job.output
         return run.since_fault(), job
+
+
+def test_an_error_on_one_stage_ends_all(tmp_path: Path) -> None:
+    took, job = run_with(tmp_path, FAULTS["forward"], *PIPELINE)
+    assert job.status != 0 and took < SOON, job.output
+    assert "[rank 1 of 2" in job.output and "Traceback" in job.output
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -161,6 +161,20 @@ def test_long_arrays_go_in_pieces(comm, monkeypatch, limit):
 
 
 @pytest.mark.mpi(2)
+@pytest.mark.parametrize("limit", range(4, 22, 2))
+def test_ranks_with_unequal_shares_choose_the_same_way(comm, monkeypatch, limit):
+    """Near the limit one rank may get less than it and the other one more."""
+    monkeypatch.setattr(Communicator, "chunk_bytes", limit)
+    axis = Communicator(comm.Dup(), "dp", Counters())
+    x = pack(drawn(axis.rank, 5, "fp16"), "fp16")
+    right = pack(total(2, 5, "fp16"), "fp16")
+    own = axis.reduce_scatter(x, [1, 4])
+    assert np.array_equal(own, np.split(right, [1])[axis.rank])
+    assert np.array_equal(axis.all_reduce(x), right)
+    axis.free()
+
+
+@pytest.mark.mpi(2)
 def test_what_has_no_meaning_is_refused(axis):
     with pytest.raises(CommError, match="MPI has no max of uint16"):
         axis.all_reduce(np.zeros(4, "u2"), "max")

@@ -19,6 +19,7 @@ from parity.build import (
 from parity.test_counts import count_step
 
 from mpipar.comm import Communicator
+from mpipar.engine.stages import plan_schedule
 from mpipar.errors import ConfigError
 from mpipar.pipeline.simulate import messages, simulate
 from mpipar.train.metrics import memory
@@ -236,10 +237,16 @@ def test_a_schedule_may_come_from_a_file(comm, tmp_path):
         "train.micro_batch=12",
     ]
     assert compare(make_recipe(2, *changes), comm, steps=2).above(1e-10) == {}
-    for wrong in ("train.micro_batch=6", "parallel.chunks=2"):
-        with pytest.raises(ConfigError, match="must be"):
-            with layout_engine(make_recipe(2, *changes, wrong), comm):
-                pass
+    for wrong in (
+        "train.micro_batch=6",
+        "parallel.chunks=2",
+        "parallel.partition=1,1,0",
+        "parallel.partition=2",
+        "parallel.pipeline=1",
+    ):
+        with pytest.raises(ConfigError, match="must (be|have)"):
+            recipe = make_recipe(2, *changes, wrong)
+            plan_schedule(recipe, recipe.accumulation)
 
 
 @pytest.mark.mpi(4)
@@ -254,3 +261,82 @@ def test_evaluation_runs_through_the_pipeline(comm):
                 batch = make_batch(recipe, 0)
                 losses.append(engine.evaluate(own_batches(engine, batch), 100))
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+# Mixed precision
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "2bw"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.mpi(4)
+def test_16_bits_go_through_a_pipeline(comm, half, schedule, zero):
+    """Near the serial model in that precision; tied weights stay equal to the bit."""
+    chunks = CHUNKS.get(schedule, 1)
+    more = [f"train.precision={half}", f"parallel.zero={zero}", "train.loss_scale=1024"]
+    changes = words("1f1b", (2, 1, 2), 4, *more)
+    changes += [f"parallel.schedule={schedule}", f"parallel.chunks={chunks}"]
+    ends = []
+    for layout in (changes, [*changes, "parallel.schedule=1f1b", "parallel.chunks=1"]):
+        with layout_engine(make_recipe(4, *layout), comm) as engine:
+            for _ in range(8):
+                result = take_step(engine, make_batch(engine.recipe, 0))
+            result = engine.drain() or result
+            assert result.updated
+            own = {}
+            for parameters in engine.state.whole_units("values"):
+                own |= {p.name: p.data.tobytes() for p in parameters}
+            tied = comm.allgather(own.get("embedding.token.weight"))
+            assert len({x for x in tied if x is not None}) == 1
+            ends.append(result.loss)
+    assert ends[0] == pytest.approx(ends[1], rel=0.2 if schedule == "2bw" else 5e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.mpi(2)
+def test_an_overflow_on_one_stage_is_skipped_by_all(comm, stage):
+    recipe = make_recipe(
+        2, "parallel.pipeline=2", "train.precision=fp16", "train.loss_scale=1024",
+        "train.micro_batch=6",
+    )  # fmt: skip
+    with layout_engine(recipe, comm) as engine:
+        assert take_step(engine, make_batch(recipe, 0)).updated
+        finish = engine.state.gradients.finish
+
+        def spoil():
+            finish()
+            if engine.grid.pp.rank == stage:
+                engine.flat.grad[-1] = np.inf
+
+        engine.state.gradients.finish = spoil
+        assert not take_step(engine, make_batch(recipe, 1)).updated
+        engine.state.gradients.finish = finish
+        result = take_step(engine, make_batch(recipe, 2))
+        assert result.updated and result.loss_scale == 512
+        assert engine.optimizer.count == 2
+
+
+# Unusual cuts
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.mpi(6)
+def test_a_stage_without_blocks_shares_its_state_too(comm, zero):
+    words = ["parallel.pipeline=3", "model.layers=3", f"parallel.zero={zero}"]
+    words += ["parallel.partition=1,0,2", "train.micro_batch=3"]
+    assert compare(make_recipe(6, *words), comm, steps=2).above(1e-10) == {}
+
+
+@pytest.mark.parametrize("extra", ["", "train.recompute=full", "train.precision=bf16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.mpi(2)
+def test_blocks_are_cut_by_the_time_they_take(comm, schedule, extra):
+    sizes = ["model.vocab=20000", "model.layers=8", "parallel.partition=measured"]
+    recipe = make_recipe(2, *words(schedule, (2, 1, 1), 4), *sizes, *extra.split())
+    with layout_engine(recipe, comm) as engine:
+        counts = engine.block_counts
+        assert sum(counts) == 8 and comm.allgather(counts) == [counts] * 2
+        if schedule == "1f1b":
+            # The head of this vocabulary costs more than a block of width 32.
+            assert counts[0] > counts[1]
+        take_step(engine, make_batch(recipe, 0))

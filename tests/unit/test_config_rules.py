@@ -320,3 +320,35 @@ def test_a_wrong_field_hides_only_the_rules_that_need_it():
 def test_huge_sizes_are_judged_at_once():
     sizes = ["parallel.tensor=2147483646", "model.heads=2147483647"]
     assert any("try 1" in v for v in broken(1, *sizes, "model.width=2147483647"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["parallel.schedule=zb_h1"], 'must be "naive", "gpipe"'),
+        (["parallel.schedule=zb_h1"], 'or a file; try "zb-h1"'),
+        (["parallel.schedule=zb-v", "parallel.chunks=3"], "chunks = 3 must be 2 for"),
+        (["parallel.schedule=interleaved", "parallel.chunks=1"], "must be at least 2"),
+        (
+            ["parallel.schedule=interleaved", "parallel.chunks=99"],
+            "at most model.layers",
+        ),
+        (["parallel.partition=2"], "must have 2 numbers"),
+        (["parallel.partition=1,2"], "add up to model.layers = 4, not to 3"),
+        (["parallel.partition=2,x"], 'must be "even", "measured" or "N,N,..."'),
+        (["parallel.partition=\u00b2,2"], 'must be "even", "measured" or "N,N,..."'),
+        (["parallel.partition=" + "9" * 5000], 'must be "even"'),
+        (["parallel.pipeline=3"], "does not divide 2"),
+        (["train.loss_scale=0.5"], "train.loss_scale = 0.5 must be"),
+    ],
+)
+def test_wrong_pipelines_are_named(changes, message):
+    base = ["parallel.pipeline=2", "model.layers=4"]
+    assert any(message in text for text in broken(2, *base, *changes))
+
+
+def test_a_partition_may_be_a_list():
+    for words in ("1,3", "[1, 3]", '"1,3"'):
+        changes = "parallel.pipeline=2", "model.layers=4", f"parallel.partition={words}"
+        recipe = resolve(recipe_of(*changes), 2)
+        assert recipe.parallel.partition == "1,3"

@@ -15,6 +15,7 @@ from mpipar.pipeline.simulate import (
     Costs,
     Simulation,
     check_schedule,
+    costs_of,
     messages,
     proves_no_deadlock,
     simulate,
@@ -348,3 +349,16 @@ def test_charts_of_no_time():
 def test_large_pipelines_are_simulated():
     found = run("interleaved", 16, 256, 4, costs=Costs())
     assert found.makespan == 3 * 256 + 3 * 15 / 4
+
+
+def test_times_of_actions_become_costs():
+    schedule = make_schedule("dualpipe-v", 2, 6)
+    spent = {"F": 1.0, "B": 2.0, "W": 3.0, "BW": 4.0}
+    work = [
+        {(kind, chunk): (5 * t, 5) for kind, t in spent.items() for chunk in (0, 1)}
+        for _ in range(2)
+    ]
+    costs = costs_of(schedule, work)
+    table = costs.table(schedule)
+    assert table == {kind: [time] * 4 for kind, time in spent.items()}
+    assert costs_of(schedule, [{}, {}]).table(schedule)["BW"] == [0.0] * 4

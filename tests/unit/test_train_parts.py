@@ -19,7 +19,6 @@ from mpipar.config import read_recipe
 from mpipar.engine import StepResult
 from mpipar.engine.schedule import learning_rate
 from mpipar.grid import serial_grid
-from mpipar.pipeline.schedules import make_schedule
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import Bar, Lines, Silence, describe, make_progress
 from mpipar.train.signals import StopSignals
@@ -136,12 +135,14 @@ def fake_engine() -> SimpleNamespace:
         number=0,
         step_flops=lambda: 1000,
         predicted_memory=lambda: {"params": 80},
-        schedule=make_schedule("1f1b", 1, 1),
-        state=SimpleNamespace(
-            values=SimpleNamespace(nbytes=80, buffer_bytes=5),
-            gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
-            masters=SimpleNamespace(nbytes=40),
-        ),
+        simulate=lambda: SimpleNamespace(bubble=0.25),
+        states=[
+            SimpleNamespace(
+                values=SimpleNamespace(nbytes=80, buffer_bytes=5),
+                gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
+                masters=SimpleNamespace(nbytes=40),
+            )
+        ],
         optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )
