@@ -136,13 +136,14 @@ class ContinuousEngine(Engine):
         actions = without_break(pp.size, pp.rank, len(batches))
         if settlement is None:
             actions = [action for action in actions if action.micro_batch >= 0]
-        elif pp.rank == pp.size - 1:
-            settlement.poll()
-        self.executor.hooks = Versions(current, previous, settlement)
-        current.begin()
         scale = self.loss_scale.value
-        losses = self._run(actions, batches, valid, training=True, goes_on=True)
-        result = self._settle(settlement)
+        with self._overflows_expected():
+            if settlement is not None and pp.rank == pp.size - 1:
+                settlement.poll()
+            self.executor.hooks = Versions(current, previous, settlement)
+            current.begin()
+            losses = self._run(actions, batches, valid, training=True, goes_on=True)
+            result = self._settle(settlement)
         self._open = sum(losses), valid, scale
         self._turn = 1 - self._turn
         return result
@@ -155,8 +156,12 @@ class ContinuousEngine(Engine):
         lag = self.grid.pp.size - 1 - self.grid.pp.rank
         actions = [Action("BW", number) for number in range(-lag, 0)]
         self.executor.hooks = Versions(current, previous, settlement)
-        self.executor.run(actions, [], self._shapes, [])
-        result = self._settle(settlement)
+        peak = self.executor.peak_bytes
+        with self._overflows_expected():
+            self.executor.run(actions, [], self._shapes, [])
+            result = self._settle(settlement)
+        # Nothing is added to what was held in the batch itself.
+        self.executor.peak_bytes = peak
         self._open = None
         # Whatever follows begins anew, on the same weights in both states.
         self._copy(previous, current)

@@ -150,16 +150,19 @@ class Engine:
         batches  micro-batches of this data rank;  valid  labels of the whole step
         """
         self.state.begin()
-        # With a loss scale an overflow is part of the search for the largest one.
-        quiet = "warn" if self.loss_scale.is_fixed else "ignore"
-        with np.errstate(over=quiet, invalid=quiet):
-            schedule = self.schedule
-            if len(batches) != schedule.micro_batches:
-                schedule = plan_schedule(self.recipe, len(batches))
-            actions = schedule.actions[self.grid.pp.rank]
+        schedule = self.schedule
+        if len(batches) != schedule.micro_batches:
+            schedule = plan_schedule(self.recipe, len(batches))
+        actions = schedule.actions[self.grid.pp.rank]
+        with self._overflows_expected():
             losses = self._run(actions, batches, valid, training=True)
             self.state.finish()
         return sum(losses)
+
+    def _overflows_expected(self) -> np.errstate:
+        """With a loss scale an overflow is part of the search for the largest one."""
+        quiet = "warn" if self.loss_scale.is_fixed else "ignore"
+        return np.errstate(over=quiet, invalid=quiet)
 
     @property
     def begun(self) -> int:
@@ -218,10 +221,13 @@ class Engine:
         losses = 0.0
         for batch in rounds:
             actions = [Action("F", 0, chunk) for chunk in range(self.schedule.chunks)]
-            open_ = self.begun > self.number
-            losses += self._run(actions, [batch], valid, training=False, goes_on=open_)[
-                0
-            ]
+            losses += self._run(
+                actions,
+                [batch],
+                valid,
+                training=False,
+                goes_on=self.begun > self.number,
+            )[0]
         total = np.array([self._counted(losses)])
         return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
 

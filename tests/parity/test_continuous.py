@@ -110,6 +110,7 @@ def test_it_holds_two_of_everything_but_the_moments(comm, zero):
             assert held == engine.predicted_memory()
             found.append(held)
             engine.drain()
+            assert memory(engine)["activations_peak"] == held["activations_peak"]
     for kind, size in found[0].items():
         twice = kind not in ("optimizer", "activations_peak")
         assert found[1][kind] == size * (2 if twice else 1), kind
@@ -167,3 +168,17 @@ def test_fewer_micro_batches_than_stages_are_refused():
     words = ["parallel.pipeline=4", "parallel.schedule=2bw", "train.micro_batch=8"]
     with pytest.raises(ConfigError, match="needs at least 4 micro-batches on 4 stages"):
         make_recipe(4, *words)
+
+
+@pytest.mark.mpi(2)
+def test_an_overflow_is_skipped_without_a_word(comm):
+    words = ["parallel.pipeline=2", "parallel.schedule=2bw", "train.micro_batch=4"]
+    words += ["train.precision=fp16", "train.loss_scale=1e9"]
+    with layout_engine(make_recipe(2, *words), comm) as engine:
+        results = [take_step(engine, make_batch(engine.recipe, 0)) for _ in range(25)]
+        results = [*results[1:], engine.drain()]
+    scales = [result.loss_scale for result in results]
+    skipped = [result.updated for result in results].index(True)
+    # The scale of a batch is chosen before the one before it is known to overflow.
+    assert skipped > 5 and scales[:4] == [1e9, 1e9, 5e8, 2.5e8]
+    assert engine.optimizer.count == sum(result.updated for result in results)
