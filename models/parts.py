@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain, Layer
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
@@ -12,6 +13,7 @@ from mpipar.layers.head import Head
 from mpipar.layers.model import Chunk, Model
 from mpipar.layers.norm import LayerNorm, RMSNorm
 from mpipar.layers.parameter import Parameter
+from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
 from mpipar.ops import Ops
 
@@ -21,10 +23,14 @@ STD = 0.02
 class Family:
     """Makes the parts of a model by the [model] section of a resolved recipe.
 
-    norm   the kind of its norms
+    norm       the kind of its norms
+    bias       whether projections have one
+    rope       what tells attention the positions; None where they are learned
     """
 
     norm: type[LayerNorm] | type[RMSNorm]
+    bias: bool
+    rope: Rope | None = None
 
     def __init__(self, model: Any, *, ops: Ops, stream: Stream) -> None:
         self.model, self.stream = model, stream
@@ -35,21 +41,44 @@ class Family:
 
     def embedding(self) -> Embedding:
         """Where the stream begins."""
-        raise NotImplementedError
+        model = self.model
+        return Embedding(
+            "embedding",
+            model.vocab,
+            model.width,
+            std=STD,
+            context=0 if self.rope else model.context,
+            dropout=model.dropout,
+            **self.shared,
+        )
 
-    def branches(self, name: str) -> tuple[Layer, Layer]:
-        """Attention and MLP of the block of that name."""
+    def attention(self, name: str) -> Layer:
+        """The attention of that name."""
+        model = self.model
+        return CausalSelfAttention(
+            name,
+            model.width,
+            model.heads,
+            model.kv_heads,
+            bias=self.bias,
+            rope=self.rope,
+            dropout=model.dropout,
+            **self.std,
+            **self.shared,
+        )
+
+    def mlp(self, name: str) -> Layer:
+        """The MLP of that name."""
         raise NotImplementedError
 
     def block(self, number: int) -> Chain:
         """x + attention(norm1(x)), then x + mlp(norm2(x)), each branch with dropout."""
-        name, model, parts = f"blocks.{number}", self.model, []
-        branches = zip(("attention", "mlp"), self.branches(name), strict=True)
-        for place, (part, branch) in enumerate(branches, start=1):
-            before = self._norm(f"{name}.norm{place}")
-            residual = f"{name}.{part}.residual"
-            dropout = Dropout(residual, model.dropout, **self.shared)
-            parts.append(Residual(before, branch, dropout))
+        block, parts = f"blocks.{number}", []
+        kinds = (("attention", self.attention), ("mlp", self.mlp))
+        for place, (kind, make) in enumerate(kinds, start=1):
+            name, before = f"{block}.{kind}", self._norm(f"{block}.norm{place}")
+            dropout = Dropout(f"{name}.residual", self.model.dropout, **self.shared)
+            parts.append(Residual(before, make(name), dropout))
         return Chain(parts)
 
     def head(self, embedding: Embedding | None) -> Head:
