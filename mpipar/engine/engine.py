@@ -20,7 +20,7 @@ from mpipar.layers.context import held_positions
 from mpipar.models import build_model
 from mpipar.ops import Ops
 from mpipar.pipeline.executor import Executor, Held, peak_bytes
-from mpipar.pipeline.schedules import Action
+from mpipar.pipeline.schedules import Action, forward_only
 from mpipar.pipeline.simulate import Costs, Simulation, costs_of, simulate
 from mpipar.pipeline.transfer import Transfer
 from mpipar.zero.adamw import AdamW, Hyper
@@ -218,16 +218,10 @@ class Engine:
 
     def evaluate(self, rounds: Sequence[Batch], valid: int) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in nats per token."""
-        losses = 0.0
-        for batch in rounds:
-            actions = [Action("F", 0, chunk) for chunk in range(self.schedule.chunks)]
-            losses += self._run(
-                actions,
-                [batch],
-                valid,
-                training=False,
-                goes_on=self.begun > self.number,
-            )[0]
+        p, chunks = self.schedule.stages, self.schedule.chunks
+        actions = forward_only(len(rounds), chunks, group=2 * p)
+        goes_on = self.begun > self.number
+        losses = sum(self._run(actions, rounds, valid, training=False, goes_on=goes_on))
         total = np.array([self._counted(losses)])
         return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
 

@@ -79,9 +79,15 @@ def single_stage(micro_batches: int) -> list[Action]:
     ]
 
 
-def forward_only(micro_batches: int) -> list[Action]:
-    """F0 F1 …: evaluation."""
-    return [Action("F", number) for number in range(micro_batches)]
+def forward_only(micro_batches: int, chunks: int = 1, group: int = 1) -> list[Action]:
+    """F0 F1 …: evaluation. Groups go through chunk after chunk, so that stages have
+    something to do while others are at it."""
+    return [
+        Action("F", number, chunk)
+        for start in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for number in range(start, min(start + group, micro_batches))
+    ]
 
 
 def naive(p: int, s: int, m: int, v: int) -> list[Action]:

@@ -105,6 +105,9 @@ class _Run:
             self.bubbles.append(result.bubble)
             number, stop = self.engine.number, stop + result.stop
             ends = number == steps or stop > 0 and number == self.engine.begun
+            if ends and stop:
+                # Whoever sent the signal may not wait for the evaluation.
+                self._save(show)
             if ends or (train.eval_every and number % train.eval_every == 0):
                 line |= self._evaluate()
                 metrics.restart_clock()
