@@ -110,9 +110,12 @@ class TrainingState(UnitHooks):
     def initialize(self, seed: int) -> None:
         """Starting values, a unit at a time."""
         for index, unit in enumerate(self.flat.units):
-            whole = self.masters.own(index)
-            if self.shard:
+            if not self.shard:
+                whole = self.masters.own(index)
+            elif self.flat.ops.is_mixed or self.stage == 3:
                 whole = self.flat.ops.zeros((unit.size,))
+            else:
+                whole = self.values.whole(index)
             with self._writing(index, whole):
                 for p in unit.parameters:
                     p.initialize(self.flat.ops, seed)
@@ -228,7 +231,10 @@ class TrainingState(UnitHooks):
         """
         unit = self.flat.units[index]
         if kind == "values":
-            with self._writing(index, self._whole(self.masters.own(index))):
+            mixed = self.flat.ops.is_mixed
+            own = self.masters.own(index)
+            whole = self._whole(own) if mixed else self.values.whole(index)
+            with self._writing(index, whole):
                 yield unit
             return
         before = [p.grad for p in unit.parameters]

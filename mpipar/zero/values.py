@@ -40,6 +40,10 @@ class WholeValues:
         for unit in self.flat.units:
             unit.bind_values(self.flat.data[unit.stretch])
 
+    def whole(self, index: int) -> Array:
+        """The (size,) values of a unit."""
+        return self.flat.data[self.flat.units[index].stretch]
+
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""
         self.flat.ops.store(whole, self.flat.data[self.flat.units[index].stretch])
@@ -106,6 +110,11 @@ class GatheredValues:
         """Makes the parameters views of these values, where others are bound."""
         for index, unit in enumerate(self.flat.units):
             unit.bind_values(self._buffers.of(index) if index in self._ready else None)
+
+    def whole(self, index: int) -> Array:
+        """The (size,) values of a unit, gathered."""
+        self.need([index])
+        return self._buffers.of(index)
 
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""

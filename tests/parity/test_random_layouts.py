@@ -21,7 +21,8 @@ def recipes(draw: st.DrawFn, ranks: int) -> Recipe:
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if tp * n <= ranks]))
     dp = ranks // (tp * pp)
-    schedule = draw(st.sampled_from(list(NEEDS)))
+    # 2bw updates later than the serial run.
+    schedule = draw(st.sampled_from([name for name in NEEDS if name != "2bw"]))
     chunks = draw(st.sampled_from([2, 3])) if schedule == "interleaved" else 0
     heads = tp * draw(st.integers(1, 12 // tp))
     family = draw(st.sampled_from(["gpt", "llama"]))
