@@ -50,11 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the numbers here as well"
     )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="write the actions here, to be changed and given as parallel.schedule",
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture here")
 
 
 def run_outside(args: argparse.Namespace, launch: Launch) -> int:
     """Simulate and print; under a launcher one process does so for all."""
+    from mpipar.pipeline.schedule_text import format_schedule
     from mpipar.pipeline.simulate import simulate
 
     schedule, costs = _understand(args)
@@ -66,6 +73,8 @@ def run_outside(args: argparse.Namespace, launch: Launch) -> int:
             lines = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in numbers)
             text = ",\n".join(lines)
             _write("--json", args.json, f"{{\n{text}\n}}\n".encode())
+        if args.text:
+            _write("--text", args.text, format_schedule(schedule).encode())
         if args.png:
             _write("--png", args.png, _picture(schedule, simulation))
     return 0

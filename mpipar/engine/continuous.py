@@ -156,9 +156,11 @@ class ContinuousEngine(Engine):
         lag = self.grid.pp.size - 1 - self.grid.pp.rank
         actions = [Action("BW", number) for number in range(-lag, 0)]
         self.executor.hooks = Versions(current, previous, settlement)
-        peak = self.executor.peak_bytes
+        peak, recipe = self.executor.peak_bytes, self.recipe
+        sizes = recipe.train.micro_batch, recipe.model.context
+        shapes = [self.model.stream_shape(*sizes)] * lag
         with self._overflows_expected():
-            self.executor.run(actions, [], self._shapes, [])
+            self.executor.run(actions, [], shapes, [])
             result = self._settle(settlement)
         # Nothing is added to what was held in the batch itself.
         self.executor.peak_bytes = peak

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.config import Recipe
 from mpipar.data import Batch
-from mpipar.engine.schedule import learning_rate
+from mpipar.engine.learning_rate import learning_rate
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
 from mpipar.layers.base import Step
 from mpipar.layers.context import held_positions
@@ -93,7 +93,6 @@ class Engine:
         transfer = Transfer(grid.pp, self.schedule, ops)
         self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
         self.states = [self.state]
-        self._shapes: list[tuple[int, ...]] = []
         self.number = 0
 
     def _make_state(self) -> TrainingState:
@@ -238,8 +237,6 @@ class Engine:
         tokens = [self._tokens(batch) for batch in batches]
         steps = [self._step(batch, valid, training=training) for batch in batches]
         shapes = [self.model.stream_shape(*x.shape) for x in tokens]
-        if training:
-            self._shapes = shapes
         return self.executor.run(actions, tokens, shapes, steps, goes_on=goes_on)
 
     def _votes(self, state: TrainingState, loss: float, stop: bool) -> np.ndarray:

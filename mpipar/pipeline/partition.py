@@ -90,20 +90,6 @@ def balanced(
     return counts
 
 
-def check_partition(counts: Sequence[int], blocks: int, parts: int) -> list[str]:
-    """What is wrong with a list of blocks per part; empty where nothing is."""
-    wrong = []
-    if len(counts) != parts:
-        wrong.append(f"has {len(counts)} parts, but needs {parts}")
-    if negative := [count for count in counts if count < 0]:
-        wrong.append(f"has {negative[0]} blocks in a part; 0 is the least")
-    if sum(counts) != blocks:
-        wrong.append(f"adds up to {sum(counts)} blocks, but the model has {blocks}")
-    if wrong and parts > 0 <= blocks:
-        wrong[-1] += f"; try {even(blocks, parts)}"
-    return wrong
-
-
 _TITLE = "the partition"
 
 

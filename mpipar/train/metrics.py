@@ -24,7 +24,8 @@ class Metrics:
         if writes:
             self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._predicted = engine.predicted_memory()
-        self._bubble = engine.simulate().bubble
+        # Long schedules take a while: only the line that is written needs it.
+        self._bubble = engine.simulate().bubble if writes else 0.0
         self._mark = self._counts()
         self._clock = time.perf_counter()
 

@@ -233,7 +233,7 @@ def _notes(engine: Engine, sampler: Sampler) -> list[str]:
     notes = [sampler.stream.note] if sampler.stream.note else []
     precision = engine.ops.precision
     if precision == "bf16" and engine.ops.on_host and (reason := bf16_obstacle()):
-        notes.append(f"note: {reason}; until then products go through fp32, slowly")
+        notes.append(f"note: {reason}; products go through fp32, slowly")
     if precision == "fp16" and engine.ops.on_host:
         notes.append("note: CPUs have no fp16 products; they go through fp32, slowly")
     if engine.grid.crosses_nodes("tp"):

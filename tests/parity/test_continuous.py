@@ -19,7 +19,7 @@ from parity.build import (
     weights,
 )
 
-from mpipar.engine.schedule import learning_rate
+from mpipar.engine.learning_rate import learning_rate
 from mpipar.errors import ConfigError
 from mpipar.pipeline.schedules import without_break
 from mpipar.train.metrics import memory

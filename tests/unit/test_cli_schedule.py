@@ -44,6 +44,14 @@ def test_it_prints_chart_and_numbers(command):
     ]
 
 
+def test_it_writes_the_actions_as_text_that_it_reads(command, tmp_path: Path):
+    path = tmp_path / "mine.txt"
+    status, shown = command("zb-v", *SMALL, "--text", str(path))[:2]
+    again = command(str(path))
+    assert (status, again[0]) == (0, 0)
+    assert again[1].splitlines()[1:] == shown.splitlines()[1:]
+
+
 def test_it_writes_json(command, tmp_path: Path):
     path = tmp_path / "out.json"
     assert command("interleaved", *SMALL, "--chunks", "4", "--json", str(path))[0] == 0

@@ -18,7 +18,7 @@ from parity.build import (
 
 from mpipar.comm import NullCommunicator
 from mpipar.engine import Engine
-from mpipar.engine.schedule import learning_rate
+from mpipar.engine.learning_rate import learning_rate
 from mpipar.errors import ShapeError
 from mpipar.grid import serial_grid
 from mpipar.models import build_model

@@ -17,7 +17,7 @@ import pytest
 
 from mpipar.config import read_recipe
 from mpipar.engine import StepResult
-from mpipar.engine.schedule import learning_rate
+from mpipar.engine.learning_rate import learning_rate
 from mpipar.grid import serial_grid
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import Bar, Lines, Silence, describe, make_progress
