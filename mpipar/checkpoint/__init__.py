@@ -1,17 +1,43 @@
-"""Weights on disk, as global arrays that any HDF5 tool reads."""
+"""Checkpoints: written by all ranks, whole or not there, read by any layout."""
 
-from mpipar.checkpoint.gather import global_arrays
-from mpipar.checkpoint.model_file import (
+from mpipar.checkpoint.folder import (
+    checkpoints,
     find_checkpoint,
-    load_weights,
-    read_recipe_text,
-    save_weights,
+    is_complete,
+    remove_drafts,
+    step_of,
 )
+from mpipar.checkpoint.fragments import Fragment, fragments_of, whole_fragments
+from mpipar.checkpoint.gather import global_arrays
+from mpipar.checkpoint.inspect import Damage, Entry, Verdict, look, verify
+from mpipar.checkpoint.load import load
+from mpipar.checkpoint.manifest import MANIFEST, Manifest, Progress, read_manifest
+from mpipar.checkpoint.reshard import Resharded, reshard
+from mpipar.checkpoint.saver import Facts, Saved, Saver
 
 __all__ = [
+    "MANIFEST",
+    "Damage",
+    "Entry",
+    "Facts",
+    "Fragment",
+    "Manifest",
+    "Progress",
+    "Resharded",
+    "Saved",
+    "Saver",
+    "Verdict",
+    "checkpoints",
     "find_checkpoint",
+    "fragments_of",
     "global_arrays",
-    "load_weights",
-    "read_recipe_text",
-    "save_weights",
+    "is_complete",
+    "load",
+    "look",
+    "read_manifest",
+    "remove_drafts",
+    "reshard",
+    "step_of",
+    "verify",
+    "whole_fragments",
 ]

@@ -23,12 +23,16 @@ COMMANDS = {
     "verify": "prove that a layout computes what one rank computes",
     "schedule": "draw a pipeline schedule and tell how long it takes",
     "generate": "continue a prompt with a trained model",
+    "ckpt ls": "list the checkpoints of a run, or the arrays of one",
+    "ckpt verify": "read every byte of a checkpoint and name all damages",
+    "ckpt reshard": "write a checkpoint anew, in other files or as another type",
     "doctor": "tell what MPI, BLAS, HDF5 and GPUs are here and what is wrong",
     "bench peers": "time the same training in PyTorch and in mpipar, in turns",
     "bench step": "tell where the time of a training step goes",
+    "bench checkpoint": "time saves and loads of a state beside the disk itself",
     "bench serve": "make steps when told to, as bench peers asks its workers to",
 }
-GROUPS = {"bench": "measure speed"}
+GROUPS = {"ckpt": "list, check and rewrite checkpoints", "bench": "measure speed"}
 
 
 class _Version(argparse.Action):

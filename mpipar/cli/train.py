@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the run's folder (default: runs/ and the recipe's name)",
     )
+    parser.add_argument(
+        "--resume",
+        default="",
+        metavar="auto|PATH",
+        help="go on from the newest checkpoint in DIR, where there is one (auto), or "
+        "from the one at PATH; the layout may differ",
+    )
 
 
 def run(args: argparse.Namespace, world: MPI.Comm) -> int:
@@ -30,4 +37,4 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
 
     from mpipar.train import run_training
 
-    return run_training(recipe, world, out)
+    return run_training(recipe, world, out, args.resume)

@@ -251,7 +251,7 @@ class Communicator:
         call = (channel or self._collectives).enter(op, flat.nbytes, now)
         self._log.current = call
         pause = ROUNDS if channel is None else MESSAGES
-        return flat, Handle(call, self._log, tally, self._bell, pause)
+        return flat, Handle(call, self._log, tally, self._bell, pause, flat)
 
     def _put_back(self, flat: np.ndarray, x: Array) -> Array:
         self.transport.push(flat, x)

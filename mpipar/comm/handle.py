@@ -21,11 +21,12 @@ class Handle:
     ``finish`` makes the result once MPI is done; ``expected`` are the bytes that each
     request must have received, checked where it is given. ``follow`` is for operations
     in two parts: it is called when the requests are complete, and returns those of the
-    second part, and its call where that is another one.
+    second part, and its call where that is another one. ``held`` is what MPI reads: it
+    must live until then, and mpi4py's requests (Ireduce_scatter) do not see to that.
     """
 
     __slots__ = (
-        "_bell", "_call", "_expected", "_finish", "_follow", "_log", "_pause",
+        "_bell", "_call", "_expected", "_finish", "_follow", "_held", "_log", "_pause",
         "_requests", "_result", "_tally", "_waited",
     )  # fmt: skip
 
@@ -36,7 +37,9 @@ class Handle:
         tally: Tally,
         bell: Bell | None,
         pause: Pause,
+        held: object = None,
     ) -> None:
+        self._held = held
         self._call = call
         self._log = log
         self._tally = tally
@@ -95,7 +98,7 @@ class Handle:
             while self._requests:
                 self._complete()
             self._result = self._finish()
-            self._finish = None
+            self._finish = self._held = None
             self._waited = True
             self._tally.seconds += time.perf_counter() - began
         return self._result

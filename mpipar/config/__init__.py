@@ -15,7 +15,7 @@ from mpipar.config.recipe import (
     Train,
 )
 from mpipar.config.rules import resolve
-from mpipar.config.write import to_toml
+from mpipar.config.write import to_toml, toml_value
 
 __all__ = [
     "AXES",
@@ -34,4 +34,5 @@ __all__ = [
     "replace",
     "resolve",
     "to_toml",
+    "toml_value",
 ]

@@ -7,7 +7,14 @@ number of ranks. Rules between fields are in rules.py.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+)
 
 from mpipar.config.schedules import NEEDS
 
@@ -186,6 +193,9 @@ class Train(Section):
         description="what backward computes again instead of keeping it: selective = "
         "norms and activations, full = whole blocks",
     )
+    max_hours: NotNegative = Field(
+        0.0, description="hours after which a run saves and stops; 0 = no limit"
+    )
     seed: Natural = Field(0, description="of weights, dropout and data order")
     clip: NotNegative = Field(
         1.0, description="largest global norm of the gradient; 0 = off"
@@ -220,10 +230,30 @@ class Optimizer(Section):
     )
 
 
-class Checkpoint(Section):
-    """When the weights are saved."""
-
+class _Checkpoint(Section):
     every: Natural = Field(0, description="steps between saves; 0 = only at the end")
+    keep: Natural = Field(0, description="newest checkpoints that stay; 0 = all")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="what a run does when it cannot save"
+    )
+    failure_hours: AboveZero = Field(
+        24.0,
+        description="hours between failures of the whole job, for the advice on every",
+    )
+
+
+# The key is a word of Python.
+Checkpoint = create_model(
+    "Checkpoint",
+    __base__=_Checkpoint,
+    __doc__="When the state of a run is saved, and how.",
+    **{
+        "async": (
+            bool,
+            Field(True, description="save while the run goes on; false = it waits"),
+        )
+    },
+)
 
 
 class Log(Section):

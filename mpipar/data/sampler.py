@@ -16,9 +16,8 @@ class Batch:
 
     tokens   (b, s) int64, the inputs
     labels   (b, s) int64, the next token of each position, or IGNORE
-    samples  (b,) int64, global number of each sequence in the run: step · global batch
-             + its place in the step. The same in every layout, and never used twice,
-             so random numbers (dropout) are drawn by it
+    samples  (b,) int64, global number of each sequence in the run. The same in every
+             layout, and never used twice, so random numbers (dropout) are drawn by it
     """
 
     tokens: np.ndarray
@@ -34,7 +33,8 @@ class Sampler:
     an epoch's order is a shuffle keyed by (seed, epoch), in which no sample comes
     twice. Step t uses g = t·B … t·B + B − 1, B the global batch. Data rank r of dp
     takes the r-th of dp equal contiguous slices, and micro-batch k the k-th slice of
-    `micro_batch` sequences of that.
+    `micro_batch` sequences of that. A run that goes on with another batch begins at
+    `first_sample` in `first_step`.
 
     eval_samples  held-out samples to evaluate, from the first; 0 = all there are
     Raises        ConfigError unless micro_batch · dp divides the global batch
@@ -47,6 +47,8 @@ class Sampler:
     dp_rank: int = 0
     dp_size: int = 1
     eval_samples: int = 0
+    first_step: int = 0
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         part = self.micro_batch * self.dp_size
@@ -75,10 +77,14 @@ class Sampler:
         """Labels that count in one evaluation, over all data ranks."""
         return self.eval_count * self.stream.context
 
+    def sample_of(self, step: int) -> int:
+        """Number of the first sample of a step."""
+        return self.first_sample + (step - self.first_step) * self.global_batch
+
     def train_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step, in order; steps count from 0."""
         own = self.global_batch // self.dp_size
-        first = step * self.global_batch + self.dp_rank * own
+        first = self.sample_of(step) + self.dp_rank * own
         return [
             self._train_batch(np.arange(begin, begin + self.micro_batch))
             for begin in range(first, first + own, self.micro_batch)

@@ -8,8 +8,10 @@ Source   Narayanan et al. 2021 (Memory-efficient pipeline-parallel DNN training)
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from mpipar.checkpoint import Manifest
 from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.engine import Engine, StepResult
@@ -74,9 +76,13 @@ class Settlement:
     """
 
     def __init__(
-        self, engine: "ContinuousEngine", state: TrainingState, loss: float, stop: bool
+        self,
+        engine: "ContinuousEngine",
+        state: TrainingState,
+        loss: float,
+        said: Sequence[bool],
     ) -> None:
-        self.engine, self.state, self.loss, self.stop = engine, state, loss, stop
+        self.engine, self.state, self.loss, self.said = engine, state, loss, said
         self.has_begun = False
         self._ties: list[Any] = []
         self._agreed: Any = None
@@ -105,15 +111,19 @@ class Settlement:
             handle.wait()
         engine = self.engine
         engine.optimizer.pieces = self.state.pieces()
-        votes = engine._votes(self.state, self.loss, self.stop)
+        votes = engine._votes(self.state, self.loss, self.said)
         self._agreed = engine.grid.world.all_reduce_start(votes)
 
 
 class ContinuousEngine(Engine):
     """An engine whose steps end one call later, or in `drain`."""
 
+    saved_kinds = (*Engine.saved_kinds, "previous")
+
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         super().__init__(recipe, grid, ops)
+        # That of a batch which is worked on again; 0 = the next one is another
+        self._again_scale = 0.0
         self.states.append(self._make_state())
         self._rewind()
         self.states[1].initialize(recipe.train.seed)
@@ -122,21 +132,30 @@ class ContinuousEngine(Engine):
     def begun(self) -> int:
         return self.number + (self._open is not None)
 
+    @property
+    def open_scale(self) -> float:
+        return self._open[2] if self._open else self._again_scale
+
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """Many batches: how it begins and ends hardly counts."""
         shape = self.schedule.stages, self.schedule.micro_batches
         return simulate(make_schedule("2bw", *shape, batches=MANY), costs)
 
     def step(
-        self, batches: Sequence[Batch], valid: int, *, stop: bool = False
+        self,
+        batches: Sequence[Batch],
+        valid: int,
+        *,
+        stop: bool = False,
+        saved: bool = False,
     ) -> StepResult | None:
         """Begins a batch and ends the one before, whose result is returned."""
         current, previous = self.states[self._turn], self.states[1 - self._turn]
-        settlement, pp = self._settlement(previous, stop), self.grid.pp
+        settlement, pp = self._settlement(previous, (stop, saved)), self.grid.pp
         actions = without_break(pp.size, pp.rank, len(batches))
         if settlement is None:
             actions = [action for action in actions if action.micro_batch >= 0]
-        scale = self.loss_scale.value
+        scale = self._next_scale()
         with self._overflows_expected():
             if settlement is not None and pp.rank == pp.size - 1:
                 settlement.poll()
@@ -144,7 +163,7 @@ class ContinuousEngine(Engine):
             current.begin()
             losses = self._run(actions, batches, valid, training=True, goes_on=True)
             result = self._settle(settlement)
-        self._open = sum(losses), valid, scale
+        self._open, self._again_scale = (sum(losses), valid, scale), 0.0
         self._turn = 1 - self._turn
         return result
 
@@ -152,7 +171,7 @@ class ContinuousEngine(Engine):
         if self._open is None:
             return None
         current, previous = self.states[self._turn], self.states[1 - self._turn]
-        settlement = self._settlement(previous, stop=False)
+        settlement = self._settlement(previous, (False, False))
         lag = self.grid.pp.size - 1 - self.grid.pp.rank
         actions = [Action("BW", number) for number in range(-lag, 0)]
         self.executor.hooks = Versions(current, previous, settlement)
@@ -177,19 +196,21 @@ class ContinuousEngine(Engine):
         self.executor.hooks = self.state
         self.state.bind()
 
-    def _settlement(self, state: TrainingState, stop: bool) -> Settlement | None:
+    def _settlement(
+        self, state: TrainingState, said: Sequence[bool]
+    ) -> Settlement | None:
         """That of the batch that is open, if one is."""
         if self._open is None:
             return None
-        return Settlement(self, state, self._open[0], stop)
+        return Settlement(self, state, self._open[0], said)
 
     def _settle(self, settlement: Settlement | None) -> StepResult | None:
         """Updates by the batch that was open; its state then has the latest weights."""
         if settlement is None:
             return None
         votes, state = settlement.wait(), settlement.state
-        latest = self.states[1 - self.states.index(state)]
-        self._copy(latest, state)
+        self.before_update()
+        self._copy(self._other(state), state)
         _, valid, scale = self._open
         result = self._update(state, votes, valid, scale)
         if not result.updated:
@@ -199,6 +220,26 @@ class ContinuousEngine(Engine):
         self.executor.hooks = state
         state.bind()
         return result
+
+    def _saved_arrays(self) -> dict[str, list[Any]]:
+        """Also the weights that the batch which is open has seen: it is not saved, and
+        is worked on again by who goes on from here."""
+        previous = self._other(self.state).pieces()
+        return super()._saved_arrays() | {"previous": [p.data for p in previous]}
+
+    def restore(self, folder: Path, manifest: Manifest) -> None:
+        # The next batch is of states[0], which has seen less than the other one
+        self.state = self.states[1]
+        super().restore(folder, manifest)
+        if self.loss_scale.value == manifest.progress.loss_scale:
+            self._again_scale = manifest.progress.open_scale
+        self._rewind()
+
+    def _next_scale(self) -> float:
+        return self._again_scale or super()._next_scale()
+
+    def _other(self, state: TrainingState) -> TrainingState:
+        return self.states[1 - self.states.index(state)]
 
     @staticmethod
     def _copy(source: TrainingState, target: TrainingState) -> None:

@@ -5,16 +5,21 @@ axes all have size 1.
 """
 
 import math
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpipar.checkpoint import Fragment, Manifest, fragments_of, load
+from mpipar.comm import raise_together
 from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.learning_rate import learning_rate
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
+from mpipar.errors import CheckpointError
 from mpipar.layers.base import Step
 from mpipar.layers.context import held_positions
 from mpipar.models import build_model
@@ -40,6 +45,7 @@ class StepResult:
     bubble     part of the time of forward and backward passes, over all ranks, that
                stages waited for each other
     stop       how many ranks asked to stop
+    saved      how many ranks have done their part of a save
     """
 
     loss: float
@@ -49,6 +55,7 @@ class StepResult:
     loss_scale: float
     bubble: float
     stop: int
+    saved: int
 
 
 def finite(number: float) -> float | None:
@@ -61,7 +68,10 @@ class Engine:
 
     recipe   resolved for the grid's size
     grid     `Grid`, or `serial_grid()` for the serial model
+    saved_kinds   kinds of numbers that a checkpoint has of it
     """
+
+    saved_kinds = ("weights", "m", "v")
 
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
@@ -94,6 +104,8 @@ class Engine:
         self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
         self.states = [self.state]
         self.number = 0
+        # Called before weights and moments change
+        self.before_update: Callable[[], None] = lambda: None
 
     def _make_state(self) -> TrainingState:
         parallel, grid = self.recipe.parallel, self.grid
@@ -169,11 +181,18 @@ class Engine:
         return self.number
 
     def step(
-        self, batches: Sequence[Batch], valid: int, *, stop: bool = False
+        self,
+        batches: Sequence[Batch],
+        valid: int,
+        *,
+        stop: bool = False,
+        saved: bool = False,
     ) -> StepResult | None:
-        """One optimizer step; `stop` tells others that this rank wants to end."""
+        """One optimizer step; `stop` tells others that this rank wants to end, `saved`
+        that it has done its part of a save."""
         loss = self.gradients(batches, valid)
-        votes = self.grid.world.all_reduce(self._votes(self.state, loss, stop))
+        votes = self._votes(self.state, loss, (stop, saved))
+        votes = self.grid.world.all_reduce(votes)
         result = self._update(self.state, votes, valid, self.loss_scale.value)
         self.number += 1
         return result
@@ -181,6 +200,51 @@ class Engine:
     def drain(self) -> StepResult | None:
         """Ends what `step` has only begun."""
         return None
+
+    @property
+    def open_scale(self) -> float:
+        """What the loss of a batch that is open was multiplied by; 0 = none is open."""
+        return 0.0
+
+    def fragments(self, *, share: bool = False) -> list[Fragment]:
+        """What this rank holds of weights and moments; the arrays are views.
+
+        share   only what this rank saves: all ranks together have each element once
+        """
+        pieces = self.state.pieces()
+        replicas = self.state.replicas
+        part = (replicas.rank, replicas.size) if share else None
+        return list(fragments_of(pieces, self._saved_arrays(), share=part))
+
+    def _saved_arrays(self) -> dict[str, list[Any]]:
+        """What is saved, by kind, as an array for each piece."""
+        m, v = self.optimizer.moments()
+        return {"weights": [p.data for p in self.state.pieces()], "m": m, "v": v}
+
+    def restore(self, folder: Path, manifest: Manifest) -> None:
+        """Goes on from a checkpoint, whatever the layout was. Collective.
+
+        Raises CheckpointError on all ranks together.
+        """
+        error = None
+        fragments = self.fragments()
+        kinds = {kind: kind for f in fragments for kind in f.arrays}
+        if "previous" in kinds and "previous" not in manifest.kinds:
+            kinds["previous"] = "weights"
+        try:
+            load(folder, manifest, fragments, self.ops, kinds)
+        except (CheckpointError, OSError) as problem:
+            error = problem
+        raise_together(error, self.grid.world)
+        for state in self.states:
+            state.updated()
+        progress = manifest.progress
+        self.number, self.optimizer.count = progress.step, progress.updates
+        scale, train = self.loss_scale, tomllib.loads(manifest.recipe)["train"]
+        # A run in another precision has none to go on with.
+        if not scale.is_fixed and train["precision"] == "fp16":
+            scale.value = progress.loss_scale
+            scale.good = min(progress.good_steps, scale.window - 1)
 
     def step_flops(self) -> int:
         """FLOPs of one step on this rank, by formula: three times forward."""
@@ -239,12 +303,13 @@ class Engine:
         shapes = [self.model.stream_shape(*x.shape) for x in tokens]
         return self.executor.run(actions, tokens, shapes, steps, goes_on=goes_on)
 
-    def _votes(self, state: TrainingState, loss: float, stop: bool) -> np.ndarray:
+    def _votes(
+        self, state: TrainingState, loss: float, said: Sequence[bool]
+    ) -> np.ndarray:
         """This rank's summands of square norm, loss, waiting and working seconds, and
-        ranks that want to stop."""
+        ranks that say something."""
         square = self.optimizer.square_norm(state.replicas.rank, state.replicas.size)
-        waited, seconds = self.executor.timing
-        return np.array([square, self._counted(loss), waited, seconds, float(stop)])
+        return np.array([square, self._counted(loss), *self.executor.timing, *said])
 
     def _update(
         self, state: TrainingState, votes: np.ndarray, valid: int, scale: float
@@ -253,15 +318,21 @@ class Engine:
 
         votes   sums of all ranks;  scale  of the loss that the gradients are of
         """
-        square, loss, waited, seconds, stops = votes.tolist()
+        square, loss, waited, seconds, stop, saved = votes.tolist()
         norm, lr = square**0.5 / scale, learning_rate(self.recipe, self.number)
+        self.before_update()
         updated = self.optimizer.update(lr, norm, scale)
         if updated:
             state.updated()
         self.loss_scale.note(good=updated)
         bubble = waited / seconds if seconds else 0.0
         loss = float(loss / max(valid, 1))
-        return StepResult(loss, norm, lr, updated, scale, bubble, int(stops))
+        said = int(stop), int(saved)
+        return StepResult(loss, norm, lr, updated, scale, bubble, *said)
+
+    def _next_scale(self) -> float:
+        """What the loss of the next batch is multiplied by."""
+        return self.loss_scale.value
 
     def _counted(self, loss: float) -> float:
         """Ranks of tp hold the same loss: only the first counts."""
@@ -276,7 +347,7 @@ class Engine:
             valid=valid,
             number=self.begun,
             seed=self.recipe.train.seed,
-            loss_scale=self.loss_scale.value,
+            loss_scale=self._next_scale(),
             training=training,
         )
 

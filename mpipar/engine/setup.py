@@ -64,8 +64,17 @@ def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
     return recipe, tokenizer
 
 
-def make_sampler(recipe: Recipe, tokenizer: Tokenizer, grid: Any) -> Sampler:
-    """The samples of this data rank. Collective: rank 0 reads text for all."""
+def make_sampler(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    grid: Any,
+    first_step: int = 0,
+    first_sample: int = 0,
+) -> Sampler:
+    """The samples of this data rank. Collective: rank 0 reads text for all.
+
+    first_step, first_sample   where a run begins that goes on with another one
+    """
     stream = load_tokens(
         recipe.data.source,
         tokenizer,
@@ -82,4 +91,6 @@ def make_sampler(recipe: Recipe, tokenizer: Tokenizer, grid: Any) -> Sampler:
         grid.dp.rank,
         grid.dp.size,
         recipe.train.eval_samples,
+        first_step,
+        first_sample,
     )

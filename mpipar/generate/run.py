@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.checkpoint import find_checkpoint, load_weights, read_recipe_text
+from mpipar.checkpoint import (
+    Manifest,
+    find_checkpoint,
+    load,
+    read_manifest,
+    whole_fragments,
+)
 from mpipar.comm import raise_together
 from mpipar.config import UNCUT, Recipe, read_recipe, replace, resolve
 from mpipar.data import Tokenizer, check_ids
@@ -38,14 +44,14 @@ def run_generation(
     Raises   ConfigError or CheckpointError on all ranks together
     """
     _check(tokens, temperature, top_k)
-    file, recipe = _open(checkpoint, world, overrides)
+    folder, manifest, recipe = _open(checkpoint, world, overrides)
     grid, ops = open_grid(recipe, world)
     with grid:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         ids = _encode(prompt, tokenizer, recipe.model, grid.world)
         model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
         flat = FlatState(model.groups().parameters, ops, gradients=False)
-        _load(file, flat, grid)
+        _load(folder, manifest, flat, grid)
         stream = generate(
             model, ops, ids, recipe.model.context,
             tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
@@ -108,25 +114,23 @@ def _agreed(error: MpiparError) -> MpiparError:
 
 def _open(
     checkpoint: Path, world: Any, overrides: Sequence[str]
-) -> tuple[Path, Recipe]:
-    """Model file and recipe for generation on all ranks of world."""
-    found: tuple[Path, str] | MpiparError
+) -> tuple[Path, Manifest, Recipe]:
+    """The checkpoint, and the recipe for generation on all ranks of world."""
+    found: tuple[Path, Manifest] | MpiparError | None = None
     if world.rank == 0:
         try:
-            file = find_checkpoint(checkpoint)
-            found = file, read_recipe_text(file)
+            folder = find_checkpoint(checkpoint)
+            found = folder, read_manifest(folder)
         except MpiparError as error:
             found = error
         except OSError as error:
             found = CheckpointError(f"cannot read {checkpoint}: {error}")
-    else:
-        found = (checkpoint, "")
     found = world.bcast(found)
     if isinstance(found, MpiparError):
         raise _agreed(found)
-    file, text = found
+    folder, manifest = found
     try:
-        recipe = read_recipe(text, overrides)
+        recipe = read_recipe(manifest.recipe, overrides)
         layout = {
             **UNCUT,
             "parallel.tensor": world.size,
@@ -134,9 +138,10 @@ def _open(
             "train.micro_batch": 1,
             "log.progress": "none",
         }
-        return file, resolve(replace(recipe, layout), world.size)
+        recipe = resolve(replace(recipe, layout), world.size)
     except ConfigError as error:
         raise _agreed(error) from None
+    return folder, manifest, recipe
 
 
 def _encode(prompt: str, tokenizer: Tokenizer, model: Any, world: Any) -> np.ndarray:
@@ -158,10 +163,10 @@ def _encode(prompt: str, tokenizer: Tokenizer, model: Any, world: Any) -> np.nda
     return ids
 
 
-def _load(file: Path, flat: FlatState, grid: Any) -> None:
+def _load(folder: Path, manifest: Manifest, flat: FlatState, grid: Any) -> None:
     error: Exception | None = None
     try:
-        load_weights(file, flat.parameters, flat.ops)
+        load(folder, manifest, whole_fragments(flat.parameters), flat.ops)
     except (MpiparError, OSError) as problem:
         error = problem
     raise_together(error, grid.world)

@@ -1,6 +1,8 @@
 """metrics.jsonl, a line for every step, and summary.json at the end."""
 
 import json
+import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -8,21 +10,32 @@ from typing import Any
 
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
+from mpipar.train.saves import Saves
 
 
 class Metrics:
     """Measures the steps of this rank, and writes them down where `writes` is set.
 
     peak_flops   matrix-product rate of one rank in FLOP/s, which mfu is a share of
+    saves        knows the labels that have counted so far, and holds some state itself
+    step         where the run begins: lines of an earlier run up to there stay
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, peak_flops: float, writes: bool
+        self,
+        folder: Path,
+        engine: Engine,
+        peak_flops: float,
+        saves: Saves,
+        step: int,
+        writes: bool,
     ) -> None:
-        self.engine, self.peak_flops = engine, peak_flops
-        self._file = None
+        self.engine, self.peak_flops, self.saves = engine, peak_flops, saves
+        self._file, self._last = None, 0
         if writes:
-            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+            file = folder / "metrics.jsonl"
+            _keep_until(step, file)
+            self._file = file.open("a", encoding="utf-8")
         self._predicted = engine.predicted_memory()
         # Long schedules take a while: only the line that is written needs it.
         self._bubble = engine.simulate().bubble if writes else 0.0
@@ -54,29 +67,54 @@ class Metrics:
             "lr": result.lr,
             "updated": result.updated,
             "loss_scale": result.loss_scale,
-            "tokens": tokens * self.engine.number,
+            "tokens": self.saves.tokens(),
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": self.engine.step_flops() / seconds / self.peak_flops,
             "bubble": result.bubble,
             "bubble_predicted": self._bubble,
-            "memory": memory(self.engine),
+            "memory": memory(self.engine)
+            | {"snapshot": self.saves.saver.snapshot.nbytes},
             "memory_predicted": self._predicted,
             "comm": comm,
         }
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any], *, again: bool = False) -> None:
         """Appends one line; it is in the file when this returns.
 
         A number that is not finite is written as null.
+
+        again   in the place of the line before, which is of the same step
         """
         if self._file is None:
             return
+        if again:
+            self._file.truncate(self._last)
+        self._last = os.fstat(self._file.fileno()).st_size
         self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         self._file.flush()
 
     def _counts(self) -> Any:
         return self.engine.grid.counters.snapshot()
+
+
+def _keep_until(step: int, file: Path) -> None:
+    """Leaves the lines of steps that a run which goes on does not repeat."""
+    draft = file.with_name(file.name + ".tmp")
+    with draft.open("w", encoding="utf-8") as kept:
+        if step and file.exists():
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                lines = (line for line in lines if _step_of(line) <= step)
+                kept.writelines(line.rstrip("\n") + "\n" for line in lines)
+    draft.replace(file)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite where it was cut off."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def memory(engine: Engine) -> dict[str, int]:

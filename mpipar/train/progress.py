@@ -34,15 +34,16 @@ class Silence:
 class Lines:
     """A plain line every few steps, and for the first and last one."""
 
-    def __init__(self, steps: int, every: int) -> None:
-        self.steps, self.every = steps, every
+    def __init__(self, steps: int, every: int, begin: int = 0) -> None:
+        self.steps, self.every, self.begin = steps, every, begin
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, line: dict[str, Any]) -> None:
         number = line["step"]
-        if number == 1 or number == self.steps or number % self.every == 0:
+        is_end = number in (self.begin + 1, self.steps)
+        if is_end or number % self.every == 0:
             print(f"step {number}/{self.steps}  {describe(line)}", flush=True)
 
     def close(self) -> None:
@@ -96,14 +97,19 @@ def describe(line: dict[str, Any]) -> str:
     return text + "  skipped: norm is not finite"
 
 
-def make_progress(mode: str, steps: int, every: int, rank: int) -> Progress:
-    """What `log.progress` asks for; only rank 0 shows anything."""
+def make_progress(
+    mode: str, steps: int, every: int, rank: int, begin: int = 0
+) -> Progress:
+    """What `log.progress` asks for; only rank 0 shows anything.
+
+    begin   steps made before this run
+    """
     if rank != 0 or mode == "none":
         return Silence()
     width = terminal_width()
     if mode == "bar" or (mode == "auto" and width):
         return Bar(steps, width or 100)
-    return Lines(steps, every)
+    return Lines(steps, every, begin)
 
 
 def terminal_width() -> int:

@@ -1,11 +1,13 @@
 """One training run, from a resolved recipe to its run folder."""
 
+import secrets
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpipar.checkpoint import save_weights
+from mpipar.checkpoint import Saver, remove_drafts
 from mpipar.comm import raise_together
 from mpipar.config import Recipe, to_toml
 from mpipar.data import Loader, Sampler, unigram_entropy
@@ -17,118 +19,181 @@ from mpipar.engine import (
     open_engine,
     open_grid,
 )
-from mpipar.errors import ConfigError
+from mpipar.errors import CheckpointError, ConfigError
 from mpipar.ops import bf16_obstacle
 from mpipar.train.metrics import Metrics, write_summary
-from mpipar.train.progress import Progress, make_progress
+from mpipar.train.progress import make_progress
+from mpipar.train.resume import RECIPE, Start, find_start, with_offer
+from mpipar.train.saves import Saves
 from mpipar.train.signals import StopSignals
 
 DONE, STOPPED = 0, 3
 
 
-def run_training(recipe: Recipe, world: Any, out: Path) -> int:
-    """Trains `recipe` and writes `out`; the exit status, 0 or 3 (stopped by a signal).
+def run_training(recipe: Recipe, world: Any, out: Path, resume: str = "") -> int:
+    """Trains `recipe` and writes `out`; the exit status, 0 or 3 (stopped by a signal,
+    or after train.max_hours).
 
     recipe   resolved for the size of world
     world    MPI communicator of all ranks
-    out      the run folder, which must not hold a run yet
+    out      the run folder, which must not hold a run yet unless that goes on
+    resume   "" = begin anew; "auto" = go on from the newest checkpoint in `out`, where
+             there is one; else the path of a checkpoint or a run to go on from
     Raises   ConfigError, DataError or CheckpointError on all ranks together
     """
+    began = time.monotonic()
     grid, ops = open_grid(recipe, world)
     with grid:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
-        sampler = make_sampler(recipe, tokenizer, grid)
-        _make_folder(out, recipe, grid.world)
+        start = find_start(resume, out, recipe, grid.world)
+        steps, done = recipe.train.steps, start.progress
+        if done.step >= steps:
+            if grid.world.rank == 0:
+                print(f"nothing to do: {start.folder} is step {done.step} of {steps}")
+            return DONE
+        _on_rank_0(_make_folder, out, recipe, grid.world)
+        sampler = make_sampler(recipe, tokenizer, grid, done.step, done.samples)
         engine = open_engine(recipe, grid, ops)
-        with Loader(sampler, recipe.data.workers, stop=recipe.train.steps) as loader:
-            return _Run(engine, loader, out).train()
+        _restore(engine, start, out)
+        _on_rank_0(_write_recipe, out, recipe, grid.world)
+        with (
+            Loader(sampler, recipe.data.workers, stop=steps) as loader,
+            Saver(out, grid.world, ops, keep=recipe.checkpoint.keep) as saver,
+        ):
+            return _Run(engine, loader, saver, out, start, began).train()
 
 
-def _make_folder(out: Path, recipe: Recipe, world: Any) -> None:
-    """Makes the run folder with its recipe on rank 0; agreed by all."""
+def _on_rank_0(
+    act: Callable[[Path, Recipe], None], out: Path, recipe: Recipe, world: Any
+) -> None:
+    """Changes the run folder; all ranks hear of it where that fails."""
     error: Exception | None = None
     if world.rank == 0:
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            if (out / "recipe.toml").exists():
-                reason = f"{out} already holds a run; choose another --out or remove it"
-                error = ConfigError([reason], title="the command")
-            else:
-                (out / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+            act(out, recipe)
         except OSError as problem:
             reason = f"cannot write the run folder {out}: {problem}"
             error = ConfigError([reason], title="the command")
     raise_together(error, world)
 
 
-class _Run:
-    """The state of a run between its steps."""
+def _make_folder(out: Path, recipe: Recipe) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    remove_drafts(out)
 
-    def __init__(self, engine: Engine, loader: Loader, out: Path) -> None:
+
+def _write_recipe(out: Path, recipe: Recipe) -> None:
+    # From here on the folder holds a run.
+    (out / RECIPE).write_text(to_toml(recipe), encoding="utf-8")
+
+
+def _restore(engine: Engine, start: Start, out: Path) -> None:
+    """Gives the engine the state of the checkpoint, if there is one."""
+    if start.manifest is None:
+        return
+    try:
+        engine.restore(start.folder, start.manifest)
+    except CheckpointError as error:
+        raise with_offer(error, start.folder, out) from None
+
+
+class _Run:
+    """The state of a run between its steps.
+
+    start   where it begins;  began  when, by the monotonic clock
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Loader,
+        saver: Saver,
+        out: Path,
+        start: Start,
+        began: float,
+    ) -> None:
         self.engine, self.loader, self.out = engine, loader, out
         self.sampler: Sampler = loader.sampler
         self.recipe = engine.recipe
         self.rank = engine.grid.world.rank
-        self.saved_at = -1
+        self.start = start
+        hours = self.recipe.train.max_hours
+        self.until = began + 3600 * hours if hours else None
         self.bubbles: list[float] = []
+        self.step_s: list[float] = []
+        r = self.recipe
+        self.show = make_progress(
+            r.log.progress, r.train.steps, r.log.every, self.rank, start.progress.step
+        )
+        run = start.manifest.run if start.manifest else secrets.token_hex(8)
+        run = engine.grid.world.broadcast_obj(run)
+        self.saves = Saves(
+            engine, self.sampler, saver, run, start.progress, self.show.say
+        )
 
     def train(self) -> int:
         """All steps, then the last evaluation and save."""
-        r = self.recipe
-        show = make_progress(r.log.progress, r.train.steps, r.log.every, self.rank)
         began = time.perf_counter()
         peak = self.engine.ops.matmul_rate()
+        step = self.start.progress.step
         # Signals stay with us until all is saved: ranks get them at different times.
         with StopSignals() as signals:
             try:
-                entropy = self._introduce(show)
-                with Metrics(self.out, self.engine, peak, self.rank == 0) as metrics:
-                    line = self._steps(show, metrics, signals)
-                self._save(show)
-                self._conclude(show, line, entropy, time.perf_counter() - began)
+                entropy = self._introduce()
+                with Metrics(
+                    self.out, self.engine, peak, self.saves, step, self.rank == 0
+                ) as metrics:
+                    line = self._steps(metrics, signals)
+                self._conclude(line, entropy, time.perf_counter() - began)
             finally:
-                show.close()
+                self.show.close()
         return STOPPED if line["stop"] else DONE
 
-    def _steps(
-        self, show: Progress, metrics: Metrics, signals: StopSignals
-    ) -> dict[str, Any]:
+    def _steps(self, metrics: Metrics, signals: StopSignals) -> dict[str, Any]:
         """Runs until the last step or until a rank is asked to stop; the last line."""
-        steps, train = self.recipe.train.steps, self.recipe.train
-        valid = self.sampler.valid_tokens
-        stop = 0
+        steps, every = self.recipe.train.steps, self.recipe.train.eval_every
         while True:
-            result = self._advance(valid, stop > 0, signals)
+            result = self._advance(signals)
             if result is None:
                 continue
-            line = metrics.record(result, valid)
+            line = metrics.record(result, self.sampler.valid_tokens)
             self.bubbles.append(result.bubble)
-            number, stop = self.engine.number, stop + result.stop
-            ends = number == steps or stop > 0 and number == self.engine.begun
-            if ends and stop:
-                # Whoever sent the signal may not wait for the evaluation.
-                self._save(show)
-            if ends or (train.eval_every and number % train.eval_every == 0):
+            self.step_s.append(line["seconds"])
+            self.saves.step_ended(result)
+            number, ends = self.engine.number, result.stop > 0
+            if ends:
+                # Whoever wants the run to stop may not wait for the evaluation; a batch
+                # that is open is left to the run that goes on. What is saved is not
+                # done again, so its line is there before.
+                metrics.write(line)
+                self.saves.last()
+            ends = ends or number == steps
+            if ends or (every and number % every == 0):
                 line |= self._evaluate()
                 metrics.restart_clock()
-            metrics.write(line)
-            show.step(line)
+            metrics.write(line, again=result.stop > 0)
+            self.show.step(line)
             if ends:
-                return line | {"stop": stop}
-            every = self.recipe.checkpoint.every
-            if every and number % every == 0:
-                self._save(show)
+                self.engine.drain()
+                if not result.stop:
+                    self.saves.last()
+                return line | {"stop": result.stop}
+            if self.saves.if_due():
                 metrics.restart_clock()
 
-    def _advance(
-        self, valid: int, stopping: bool, signals: StopSignals
-    ) -> StepResult | None:
+    def _advance(self, signals: StopSignals) -> StepResult | None:
         """Works on the next batch, or ends what was begun when there is none."""
         engine = self.engine
-        if stopping or engine.begun == self.recipe.train.steps:
+        if engine.begun == self.recipe.train.steps:
             return engine.drain()
         batches = self.loader.train_batches(engine.begun)
-        return engine.step(batches, valid, stop=signals.asked)
+        late = self.until is not None and time.monotonic() > self.until
+        return engine.step(
+            batches,
+            self.sampler.valid_tokens,
+            stop=signals.asked or late,
+            saved=self.saves.saver.ready,
+        )
 
     def _evaluate(self) -> dict[str, float]:
         """Mean loss over the held-out samples, where there are any."""
@@ -139,53 +204,44 @@ class _Run:
             "validation_loss": self.engine.evaluate(rounds, self.sampler.eval_tokens)
         }
 
-    def _save(self, show: Progress) -> None:
-        number = self.engine.number
-        if self.saved_at == number:
-            return
-        folder = save_weights(
-            self.out,
-            number,
-            to_toml(self.recipe),
-            self.engine.state.whole_units("values"),
-            self.engine.grid,
-            self.engine.ops,
-        )
-        self.saved_at = number
-        show.say(f"saved {folder}")
-
-    def _introduce(self, show: Progress) -> float:
+    def _introduce(self) -> float:
         """Tells what is about to run; the unigram entropy of the training text."""
+        say = self.show.say
         stream, model = self.sampler.stream, self.recipe.model
         weights = self.engine.weights()
         if self.rank != 0:
             return 0.0
         entropy = unigram_entropy(stream.train, model.vocab)
         grid = self.engine.grid
-        show.say(
+        say(
             f"{model.family}: {weights:,} weights, "
             f"{model.layers} layers, width {model.width}, context {model.context}"
         )
         parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
-        show.say(", ".join(parts))
-        show.say(
+        say(", ".join(parts))
+        say(
             f"{stream.source}: {stream.train.size:,} tokens to train on, "
             f"{self.sampler.eval_count:,} held-out samples, "
             f"unigram entropy {entropy:.4f} nats per token"
         )
-        for note in _notes(self.engine, self.sampler):
-            show.say(note)
+        if self.start.folder:
+            say(f"goes on from {self.start.folder}")
+        known, there = self.start.progress.train_samples, stream.train_samples
+        if known not in (0, there):
+            say(f"note: an epoch has {there:,} samples, it had {known:,} before")
+        for note in [*self.start.notes, *_notes(self.engine, self.sampler)]:
+            say(note)
         return entropy
 
-    def _conclude(
-        self, show: Progress, line: dict[str, Any], entropy: float, seconds: float
-    ) -> None:
+    def _conclude(self, line: dict[str, Any], entropy: float, seconds: float) -> None:
         """Writes summary.json and says how the run ended."""
         simulated = self.engine.simulate_measured()
         if simulated is None:
             return
+        saves = self.saves.summary(statistics.median(self.step_s))
         facts = {
             "steps": line["step"],
+            "began_at_step": self.start.progress.step,
             "stopped": bool(line["stop"]),
             "loss": line["loss"],
             "validation_loss": line.get("validation_loss"),
@@ -196,6 +252,7 @@ class _Run:
             "bubble": statistics.mean(self.bubbles),
             "bubble_predicted": line["bubble_predicted"],
             "bubble_simulated": simulated.bubble,
+            "saves": saves,
         }
         write_summary(self.out, self.recipe, facts)
         loss = facts["validation_loss"] or facts["loss"]
@@ -208,10 +265,17 @@ class _Run:
                 f"{facts['bubble_predicted']:.1%}, with the stages' times "
                 f"{facts['bubble_simulated']:.1%})"
             )
-        show.say(
+        self.show.say(
             f"{verb} after {line['step']} steps, {seconds:.0f} s: {kind} {loss:.4f}, "
             f"unigram entropy {entropy:.4f} nats per token{waiting}; see {self.out}"
         )
+        if saves.get("advised_every"):
+            every, now = saves["advised_every"], self.recipe.checkpoint
+            self.show.say(
+                f"a save costs {saves['exposed_seconds']:.2f} s of the run: with a "
+                f"failure every {now.failure_hours:g} hours, checkpoint.every = "
+                f"{every} would lose the least time (it is {now.every})"
+            )
 
 
 def _methods(engine: Engine) -> list[str]:

@@ -35,6 +35,16 @@ class AdamW:
         size = sum(piece.end - piece.begin for piece in pieces)
         self.m, self.v = ops.zeros((size,)), ops.zeros((size,))
 
+    def moments(self) -> tuple[list[Array], list[Array]]:
+        """m and v, as a view for each piece."""
+        m, v, base = [], [], 0
+        for piece in self.pieces:
+            kept = slice(base, base + piece.end - piece.begin)
+            m.append(self.m[kept])
+            v.append(self.v[kept])
+            base = kept.stop
+        return m, v
+
     def square_norm(self, part: int, parts: int) -> float:
         """This rank's share of Σ g² over unique elements.
 
@@ -82,14 +92,8 @@ class AdamW:
 
     def _runs(self) -> Iterator[tuple[bool, list[Array]]]:
         """Values, gradients and moments of neighbours that all decay, or all do not."""
-        base = 0
-        for piece in self.pieces:
+        for piece, m, v in zip(self.pieces, *self.moments(), strict=True):
             runs = piece.unit.runs(lambda p: p.decays, piece.begin, piece.end)
             for decays, lo, hi in runs:
                 own = slice(lo - piece.begin, hi - piece.begin)
-                kept = slice(base + own.start, base + own.stop)
-                yield (
-                    decays,
-                    [piece.data[own], piece.grad[own], self.m[kept], self.v[kept]],
-                )
-            base += piece.end - piece.begin
+                yield decays, [piece.data[own], piece.grad[own], m[own], v[own]]

@@ -10,12 +10,13 @@ class LossScale:
     so that they have the same scale.
 
     value    the factor
+    good     good steps in a row so far
     window   good steps in a row after which it is doubled; 0 = it never changes
     Source   Micikevicius et al. 2018, section 3.2
     """
 
     def __init__(self, value: float = 1.0, window: int = 0) -> None:
-        self.value, self.window, self._good = value, window, 0
+        self.value, self.window, self.good = value, window, 0
 
     @property
     def is_fixed(self) -> bool:
@@ -26,8 +27,8 @@ class LossScale:
         """A step succeeded, or its gradients were not finite."""
         if self.is_fixed:
             return
-        self._good = self._good + 1 if good else 0
+        self.good = self.good + 1 if good else 0
         if not good:
             self.value = max(1.0, self.value * BACKOFF)
-        elif self._good == self.window:
-            self.value, self._good = self.value * GROWTH, 0
+        elif self.good == self.window:
+            self.value, self.good = self.value * GROWTH, 0

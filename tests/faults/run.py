@@ -1,5 +1,6 @@
 """Runs mpipar under a launcher as its users do, and looks at it while it runs."""
 
+import json
 import os
 import shutil
 import signal
@@ -178,6 +179,26 @@ def mpipar(n: int, *words: object, **options: object) -> Job:
     """Run `mpipar words` on n ranks to its end; options as in start."""
     with start(n, *words, **options) as run:
         return run.job.result()
+
+
+def train(n: int, *words: object, status: int = 0, **options: object) -> Job:
+    """Run `mpipar train words` to its end, which must have this exit status."""
+    job = mpipar(n, "train", *words, **options)
+    assert (job.status, job.late, job.left) == (status, False, []), job.output
+    return job
+
+
+# What a step was: the rest of its line in metrics.jsonl is measured
+_EXACT = ("step", "loss", "grad_norm", "lr", "updated", "loss_scale", "tokens")
+
+
+def steps_of(run: Path) -> list[tuple]:
+    """What a run folder says of its steps, in the order of its lines; a line that is
+    cut off is none."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]
+    return [tuple(line[key] for key in _EXACT) for line in lines]
 
 
 def _words(pid: int) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from faults.run import mpipar, start, write_recipe
 
+from mpipar.checkpoint import is_complete
 from mpipar.config import read_recipe, to_toml
 
 OPTIONS = ("checkpoint.every=2", "train.eval_every=3")
@@ -59,11 +60,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_leaves_these_files(run: Finished) -> None:
-    steps = [f"checkpoints/step_{step:08d}/model.h5" for step in (2, 4, 6)]
+    shards = [f"shard_{rank:05d}.h5" for rank in range(run.tensor)]
+    each = ["manifest.json", "model.h5", "optimizer.h5", *shards]
+    steps = [f"checkpoints/step_{n:08d}/{name}" for n in (2, 4, 6) for name in each]
     names = ["checkpoints/latest", *steps, "metrics.jsonl", "recipe.toml"]
     assert sorted(files(run.folder)) == [*names, "summary.json"]
     latest = (run.folder / "checkpoints" / "latest").read_text()
     assert latest.strip() == "step_00000006"
+    for folder in (run.folder / "checkpoints").glob("step_*"):
+        assert is_complete(folder)
+        assert f"saved {folder}: " in run.job.output
 
 
 def test_the_written_recipe_means_the_same_run(run: Finished) -> None:
@@ -83,6 +89,8 @@ def test_metrics_has_a_whole_line_for_every_step(run: Finished) -> None:
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         memory = line["memory"]
         assert memory.pop("rss_peak") > 1 << 20
+        # What a save in the background has copied; a small state is written at once.
+        assert memory.pop("snapshot") <= memory["params"] + memory["optimizer"]
         assert memory == line["memory_predicted"]
         assert memory.pop("unit_buffers") == memory.pop("masters") == 0
         assert line["loss_scale"] == 1.0
@@ -120,6 +128,11 @@ def test_summary_says_how_the_run_ended(run: Finished) -> None:
     assert summary["validation_loss"] == last["validation_loss"]
     assert summary["layout"] == {"tp": run.tensor, "cp": 1, "dp": 1, "pp": 1}
     assert summary["ranks"] == run.tensor and summary["seconds"] > 0
+    saves, folder = summary["saves"], run.folder / "checkpoints" / "step_00000006"
+    held = sum(f.stat().st_size for f in folder.iterdir())
+    assert saves["count"] == 3 and saves["bytes"] == held
+    assert 0 < saves["exposed_seconds"] and 0 < saves["seconds"] < summary["seconds"]
+    assert isinstance(saves["advised_every"], int) and saves["advised_every"] >= 1
 
 
 def test_both_layouts_train_alike(finished: dict[int, Finished]) -> None:
@@ -136,6 +149,9 @@ def test_any_hdf5_tool_reads_the_weights(run: Finished) -> None:
         assert file["embedding/token/weight"].shape == (256, 16)
         assert file.attrs["step"] == 6
         assert file.attrs["recipe"] == (run.folder / "recipe.toml").read_text()
+    with h5py.File(folder / "optimizer.h5") as file:
+        assert file["m/blocks/0/attention/q/weight"].shape == (16, 16)
+        assert file["v/embedding/token/weight"][()].min() >= 0
 
 
 def test_the_weights_do_not_show_the_layout(finished: dict[int, Finished]) -> None:
@@ -219,9 +235,7 @@ def bad_source(folder: Path, case: str) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("case", ["missing", "dangling", "large id", "short"])
-def test_bad_data_is_refused_before_training(
-    tmp_path: Path, case: str, n: int
-) -> None:
+def test_bad_data_is_refused_before_training(tmp_path: Path, case: str, n: int) -> None:
     """A51 A52"""
     recipe = write_recipe(tmp_path)
     source, said = bad_source(tmp_path, case)
@@ -298,9 +312,9 @@ def test_generation_refuses_what_it_cannot_do(
 @pytest.mark.parametrize("case", ["missing", "damaged"])
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_checkpoint_of_no_use_is_refused(tmp_path: Path, case: str, n: int) -> None:
-    file = tmp_path / "model.h5"
+    file = tmp_path / "manifest.json"
     if case == "damaged":
-        file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
+        file.write_bytes(b'{"checksum":"' + bytes(1000))
     # A path that leads nowhere is a wrong command, a damaged file is not.
     status = 2 if case == "missing" else 4
     with start(n, "generate", file, "--prompt", "x", note=True) as run:

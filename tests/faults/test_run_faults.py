@@ -10,10 +10,11 @@ from faults.run import MODULE, SCRIPT, start, write_recipe
 from launcher import Job
 
 SOON = 10.0
+full = pytest.mark.full
 FAULTS = {
     "forward": "mpipar.layers.head:Head.forward:1:raise:3",
     "loader": "mpipar.data.sampler:Sampler.train_batches:1:raise:3",
-    "checkpoint": "mpipar.checkpoint.model_file:save_weights:1:raise:2",
+    "checkpoint": "mpipar.checkpoint.saver:Saver.begin:1:raise:2",
     "import": "mpipar.layers.mlp::1:raise:",
     "exit": "mpipar.layers.head:Head.forward:1:exit:3",
 }
@@ -22,7 +23,7 @@ PIPELINE = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch
 # A program starts in two ways; both must guard every fault.
 PROGRAMS = [
     pytest.param(SCRIPT, id="script"),
-    pytest.param(MODULE, id="module", marks=pytest.mark.full),
+    pytest.param(MODULE, id="module", marks=full),
 ]
 
 
@@ -51,9 +52,9 @@ def test_an_error_on_one_stage_ends_all(tmp_path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Finished checkpoints of the run, and what `latest` says."""
+    """Checkpoints of the run and drafts, and what `latest` says."""
     kept = folder / "run" / "checkpoints"
-    names = [path.name for path in kept.glob("step_*") if path.suffix != ".tmp"]
+    names = [path.name for path in kept.glob("step_*")]
     return [*sorted(names), (kept / "latest").read_text().strip()]
 
 
@@ -70,7 +71,7 @@ def test_an_error_on_one_rank_ends_all(
     assert "[rank 0 of 2" not in job.output
 
 
-@pytest.mark.full
+@full
 def test_no_traceback_is_lost(tmp_path: Path) -> None:
     """A24: launchers drop what they have not read yet when a rank aborts the job."""
     for number in range(20):
@@ -81,9 +82,7 @@ def test_no_traceback_is_lost(tmp_path: Path) -> None:
         assert "planted fault" in job.output, f"run {number}: {job.output}"
 
 
-@pytest.mark.parametrize(
-    "kind", ["raise", pytest.param("exit", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("kind", ["raise", pytest.param("exit", marks=full)])
 @pytest.mark.parametrize("module", ["mpipar.cli.train", "mpipar.cli.world"])
 def test_an_error_before_mpi_starts_ends_all(
     tmp_path: Path, module: str, kind: str
@@ -119,7 +118,7 @@ def test_the_watchdog_names_a_rank_that_does_not_come(
     assert ("sitecustomize.py:" in job.output) is (kind == "loop")
 
 
-@pytest.mark.parametrize("call", [3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("call", [3, pytest.param(4, marks=full)])
 def test_the_watchdog_ends_a_run_that_disagrees(tmp_path: Path, call: int) -> None:
     """A25: rank 1 leaves one collective out, so the ranks wait in different ones."""
     fault = f"mpipar.comm.communicator:Communicator.all_reduce:1:skip:{call}"
@@ -130,21 +129,29 @@ def test_the_watchdog_ends_a_run_that_disagrees(tmp_path: Path, call: int) -> No
     assert "on axis world" in job.output
 
 
+WAITS = "checkpoint.async=false"
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "words"),
     [
-        "h5py._hl.files:File.__init__:0:oserror:2",
-        "h5py._hl.files:File.close:0:oserror:2",
-        "pathlib:Path.rename:0:oserror:2",
+        ("mpipar.checkpoint.saver:write_shard:1:oserror:2", ()),
+        ("mpipar.checkpoint.saver:write_shard:0:oserror:2", (WAITS,)),
+        # In the middle: three kinds of numbers, one after the other.
+        ("mpipar.checkpoint.shard:_write:1:oserror:5", ()),
+        ("mpipar.checkpoint.shard:_write:0:oserror:5", (WAITS,)),
+        ("mpipar.checkpoint.saver:write_views:0:oserror:2", ()),
+        ("pathlib:Path.rename:0:oserror:2", ()),
+        pytest.param("pathlib:Path.rename:0:oserror:2", (WAITS,), marks=full),
         # HDF5 says RuntimeError when a write at the end of a file fails.
-        pytest.param("h5py._hl.files:File.close:0:raise:2", marks=pytest.mark.full),
-        # A disk that is full from here on.
-        "h5py._hl.files:File.__init__:0:small:2",
+        pytest.param("h5py._hl.files:File.close:1:raise:2", (), marks=full),
     ],
 )
-def test_a_failed_save_ends_all_ranks_together(tmp_path: Path, fault: str) -> None:
+def test_a_failed_save_ends_all_ranks_together(
+    tmp_path: Path, fault: str, words: tuple[str, ...]
+) -> None:
     """A25"""
-    took, job = run_with(tmp_path, fault, ends=4)
+    took, job = run_with(tmp_path, fault, *words, ends=4)
     assert job.status == 4 and took < SOON, job.output
     assert job.output.count("cannot save") == 1 and "step_00000004" in job.output
     assert "Traceback" not in job.output

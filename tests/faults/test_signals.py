@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from faults.run import BESIDE, IS_OPENMPI, Run, start, write_recipe
 
+from mpipar.checkpoint import is_complete
+
 INT, TERM = signal.SIGINT, signal.SIGTERM
 GFORKER = BESIDE / "mpiexec.gforker"
 needs_mpich = pytest.mark.skipif(IS_OPENMPI, reason="Open MPI kills at once")
@@ -55,7 +57,7 @@ def check_stopped(run: Run, folder: Path) -> None:
     kept = folder / "run" / "checkpoints"
     latest = (kept / "latest").read_text().strip()
     assert latest == f"step_{summary['steps']:08d}"
-    assert (kept / latest / "model.h5").exists()
+    assert is_complete(kept / latest) and not list(kept.glob("*.tmp"))
     assert "stopped after" in job.output and "Traceback" not in job.output
 
 
@@ -120,7 +122,7 @@ def test_open_mpi_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
 
 def test_a_late_signal_does_not_disturb_the_save(tmp_path: Path) -> None:
     """One rank has its signal and all stop; the other's comes while they save."""
-    slow = "h5py._hl.files:File.close:0:slow:1"
+    slow = "mpipar.checkpoint.saver:write_shard:0:slow:1"
     with endless(tmp_path, MPIPAR_TEST_FAULT=slow) as run:
         run.wait_for("step 3/")
         send(run, TERM, "rank 0")
@@ -129,8 +131,19 @@ def test_a_late_signal_does_not_disturb_the_save(tmp_path: Path) -> None:
         check_stopped(run, tmp_path)
 
 
+def test_a_signal_during_a_save_in_the_background_waits_for_it(tmp_path: Path) -> None:
+    slow = "mpipar.checkpoint.saver:write_shard:1:slow:1"
+    words = ("checkpoint.every=2",)
+    with endless(tmp_path, *words, MPIPAR_TEST_FAULT=slow) as run:
+        run.wait_for_fault()
+        run.wait_for("step 3/")
+        send(run, TERM, "rank 0")
+        check_stopped(run, tmp_path)
+    assert is_complete(tmp_path / "run" / "checkpoints" / "step_00000002")
+
+
 def test_a_signal_in_the_last_save_does_not_lose_the_run(tmp_path: Path) -> None:
-    slow = "h5py._hl.files:File.close:0:slow:1"
+    slow = "mpipar.checkpoint.saver:write_shard:0:slow:1"
     with endless(tmp_path, "train.steps=3", MPIPAR_TEST_FAULT=slow) as run:
         run.wait_for_fault()
         send(run, TERM, "all")

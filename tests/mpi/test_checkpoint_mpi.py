@@ -1,13 +1,26 @@
 """Checkpoints and generation do not show on how many ranks they were made."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from saved import facts_of, names, tamper
 
-from mpipar.checkpoint import global_arrays, load_weights, save_weights
+from mpipar.checkpoint import (
+    Facts,
+    Progress,
+    Saved,
+    Saver,
+    fragments_of,
+    global_arrays,
+    load,
+    read_manifest,
+    whole_fragments,
+)
 from mpipar.config import Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.generate import run_generation
@@ -15,7 +28,7 @@ from mpipar.generate.run import generate
 from mpipar.grid import Grid, serial_grid
 from mpipar.models import build_model
 from mpipar.ops import make_ops
-from mpipar.zero.flat import FlatState
+from mpipar.zero.flat import FlatState, Piece
 
 TEXT = """
 [model]
@@ -62,20 +75,39 @@ def folder(comm: Any, tmp_path: Path) -> Path:
     return comm.bcast(tmp_path)
 
 
+def save_flat(folder: Path, flat: FlatState, grid: Any, recipe: Recipe) -> Saved:
+    """Save the weights of all ranks; those that hold the same ones share them."""
+    pieces = [Piece(u, 0, u.size, flat.data[u.stretch], None) for u in flat.units]
+    share = grid.grad.rank, grid.grad.size
+    weights = {"weights": [piece.data for piece in pieces]}
+    fragments = list(fragments_of(pieces, weights, share=share))
+    facts = Facts("a run", to_toml(recipe), grid.describe(), Progress(step=3))
+    with Saver(folder, grid.world, OPS) as saver:
+        saver.begin(facts, fragments, ["weights"])
+        return saver.finish()
+
+
 def save(comm: Any, folder: Path, family: str, tensor: int) -> Path:
     """Save from a layout with so many ranks of tp, the others of dp."""
     recipe = read(family)
     with Grid(comm, {"tp": tensor, "dp": comm.size // tensor}) as grid:
         _, flat = make(recipe, grid)
-        return save_weights(folder, 3, to_toml(recipe), [flat.parameters], grid, OPS)
+        saved = save_flat(folder, flat, grid, recipe)
+    assert saved.error is None
+    return saved.folder
 
 
-def check_whole(file: Path, family: str) -> None:
-    with h5py.File(file) as h5:
+def check_whole(folder: Path, family: str, ranks: int) -> None:
+    """Each rank has written a file, and together they have the whole model."""
+    shards = [f"shard_{rank:05d}.h5" for rank in range(ranks)]
+    assert names(folder) == ["manifest.json", "model.h5", *shards]
+    sizes = [shard.elements for shard in read_manifest(folder).shards]
+    assert max(sizes) < 1.5 * min(sizes)
+    with h5py.File(folder / "model.h5") as h5:
         exact = serial_arrays(read(family))
-        names = []
-        h5.visititems(lambda n, x: names.append(n) if hasattr(x, "shape") else None)
-        assert sorted(names) == sorted(name.replace(".", "/") for name in exact)
+        found = []
+        h5.visititems(lambda n, x: found.append(n) if hasattr(x, "shape") else None)
+        assert sorted(found) == sorted(name.replace(".", "/") for name in exact)
         for name, array in exact.items():
             assert np.array_equal(h5[name.replace(".", "/")][()], array), name
 
@@ -88,7 +120,7 @@ def test_two_ranks_save_the_whole_model(
 ) -> None:
     saved = save(comm, folder, family, tensor)
     if comm.rank == 0:
-        check_whole(saved / "model.h5", family)
+        check_whole(saved, family, comm.size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,7 +131,7 @@ def test_four_ranks_save_the_whole_model(
 ) -> None:
     saved = save(comm, folder, family, tensor)
     if comm.rank == 0:
-        check_whole(saved / "model.h5", family)
+        check_whole(saved, family, comm.size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,10 +140,10 @@ def test_four_ranks_save_the_whole_model(
 def test_weights_move_to_another_layout(
     comm: Any, folder: Path, family: str, before: int, after: int
 ) -> None:
-    file = save(comm, folder, family, before) / "model.h5"
+    saved = save(comm, folder, family, before)
     with Grid(comm, {"tp": after, "dp": comm.size // after}) as grid:
         _, flat = make(read(family), grid, seed=99)
-        load_weights(file, flat.parameters, OPS)
+        load(saved, read_manifest(saved), whole_fragments(flat.parameters), OPS)
         found = dict(global_arrays(flat.parameters, lambda p: p.data, grid, OPS.dtype))
     if comm.rank == 0:
         for name, array in serial_arrays(read(family)).items():
@@ -181,26 +213,72 @@ def test_what_generation_cannot_do_is_refused_by_all(comm: Any, folder: Path) ->
 
 
 @ranks(2)
-def test_a_missing_array_is_named_once_by_all(comm: Any, folder: Path) -> None:
+def test_missing_arrays_are_named_once_by_all(comm: Any, folder: Path) -> None:
     saved = save(comm, folder, "gpt", 2)
     if comm.rank == 0:
-        with h5py.File(saved / "model.h5", "a") as h5:
-            del h5["blocks/1/mlp/up/weight"]
+        change = ("layers = 2", "layers = 3")
+        tamper(saved, lambda body: body.update(recipe=body["recipe"].replace(*change)))
     comm.Barrier()
     with pytest.raises(CheckpointError) as caught:
         run_generation(folder, comm, "x")
     assert caught.value.agreed
-    assert str(caught.value).count("blocks.1.mlp.up.weight is missing") == 1
+    assert str(caught.value).count("blocks.2.mlp.up.weight is missing") == 1
+    assert "blocks.1." not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(2)
+def test_an_error_of_one_rank_is_everyones(
+    comm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = save(comm, folder, "gpt", 2)
+    recipe = read("gpt")
+    with Grid(comm, {"dp": 2}) as grid, Saver(folder, grid.world, OPS, keep=1) as saver:
+        _, flat = make(recipe, grid)
+        fragments = whole_fragments(flat.parameters) if comm.rank == rank else []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            saver.begin(facts_of(4), fragments, ["weights"])
+            error = saver.finish().error
+        assert isinstance(error, CheckpointError) and error.agreed
+        assert str(error).count("cannot save") == 1
+        assert str(error).startswith(f"rank {rank}: cannot save")
+        comm.Barrier()
+        assert names(folder / "checkpoints") == ["latest", first.name]
+        comm.Barrier()
+        # One rank alone may have all there is.
+        saver.begin(facts_of(5), fragments, ["weights"])
+        saved = saver.finish()
+        assert saved.error is None
+        assert f"shard_{rank:05d}.h5" in names(saved.folder)
+        assert len(names(saved.folder)) == 3
 
 
 @ranks(2)
-def test_an_error_of_the_writing_rank_is_everyones(comm: Any, folder: Path) -> None:
-    if comm.rank == 0:
-        (folder / "checkpoints").write_text("a file in the way")
-    comm.Barrier()
-    with pytest.raises(CheckpointError, match="cannot save .*step_00000003") as caught:
-        save(comm, folder, "gpt", 2)
-    assert caught.value.agreed
+def test_a_save_ends_when_all_ranks_are_ready(comm: Any, folder: Path) -> None:
+    """As in a run: each rank says so in a message that it sends anyway."""
+    recipe, steps = read("gpt"), 0
+    with Grid(comm, {"dp": 2}) as grid, Saver(folder, grid.world, OPS) as saver:
+        _, flat = make(recipe, grid)
+        exact = flat.data.copy()
+        saver.begin(facts_of(4), whole_fragments(flat.parameters[comm.rank :: 2]),
+                    ["weights"])  # fmt: skip
+        saved = None
+        while saved is None:
+            ready = grid.world.all_reduce(np.array([float(saver.ready)]))
+            saver.freeze()
+            flat.data += 1
+            steps += 1
+            if ready[0] == comm.size:
+                saved = saver.advance()
+        assert saved.error is None and not saver.is_open and steps > 1
+        fresh = FlatState([flat.parameters], OPS)
+        load(saved.folder, read_manifest(saved.folder),
+             whole_fragments(fresh.parameters), OPS)  # fmt: skip
+        assert np.array_equal(fresh.data, exact)
 
 
 @ranks(2)
@@ -209,6 +287,8 @@ def test_a_checkpoint_keeps_the_recipe_of_its_run(comm: Any, folder: Path) -> No
     text = to_toml(recipe)
     with Grid(comm, {"tp": 2}) as grid:
         _, flat = make(recipe, grid)
-        saved = save_weights(folder, 3, text, [flat.parameters], grid, OPS)
-    with h5py.File(saved / "model.h5") as h5:
+        saved = save_flat(folder, flat, grid, recipe)
+    assert read_manifest(saved.folder).recipe == text
+    assert "tp" in read_manifest(saved.folder).layout
+    with h5py.File(saved.folder / "model.h5") as h5:
         assert h5.attrs["recipe"] == text

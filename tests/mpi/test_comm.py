@@ -215,6 +215,25 @@ def test_started_operations_give_the_same_as_blocking_ones(axis):
     assert handles[1].wait() is reduced
 
 
+@pytest.mark.mpi(4)
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_what_mpi_reads_lives_until_it_is_done(comm, bell, op):
+    # In one piece: a copy that nobody else keeps
+    axis = Communicator(comm, "dp", Counters(), bell=bell)
+    shape = (8, 8, 1024)
+    whole = [np.random.default_rng(rank).standard_normal(shape) for rank in range(4)]
+    x = np.asfortranarray(whole[axis.rank])
+    handle = getattr(axis, f"{op}_start")(x)
+    junk = [np.full(shape, 7.0) for _ in range(8)]
+    found, total = handle.wait(), sum(whole)
+    expected = {
+        "all_reduce": total,
+        "reduce_scatter": total[2 * axis.rank : 2 * axis.rank + 2],
+        "all_gather": np.concatenate(whole),
+    }[op]
+    assert np.allclose(found, expected, atol=1e-12) and len(junk) == 8
+
+
 @pytest.mark.mpi(3)
 def test_a_handle_can_be_tested_until_it_is_done(comm):
     axis = Communicator(comm, "pp", Counters())

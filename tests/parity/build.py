@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
+from mpipar.checkpoint import Facts, Progress, Saver
 from mpipar.config import Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.data import IGNORE, Batch
 from mpipar.engine import Engine, open_engine, open_grid
@@ -164,6 +166,51 @@ def weights(engine: Engine) -> dict[str, np.ndarray]:
 
 def gradients(engine: Engine) -> dict[str, np.ndarray]:
     return {p.name: p.grad.copy() for p in engine.flat.parameters}
+
+
+# Checkpoints
+
+
+def save_engine(engine: Engine, run: Path) -> Path:
+    """A checkpoint of what the ranks of an engine hold. Collective."""
+    scale = engine.loss_scale
+    progress = Progress(
+        step=engine.number,
+        updates=engine.optimizer.count,
+        samples=engine.number * engine.recipe.train.global_batch,
+        loss_scale=scale.value,
+        good_steps=scale.good,
+        open_scale=engine.open_scale,
+    )
+    facts = Facts("a run", to_toml(engine.recipe), engine.grid.describe(), progress)
+    with Saver(run, engine.grid.world, engine.ops) as saver:
+        saver.begin(facts, engine.fragments(share=True), engine.saved_kinds)
+        saved = saver.finish()
+    assert saved.error is None, saved.error
+    return saved.folder
+
+
+def read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """What any HDF5 tool sees of a checkpoint, such as m/blocks/0/norm1/gain; the
+    weights have no such prefix."""
+    found = {}
+
+    def keep(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            found[name] = node[()]
+
+    for name in ("model.h5", "optimizer.h5"):
+        with h5py.File(folder / name) as file:
+            file.visititems(keep)
+    return found
+
+
+@contextmanager
+def first_ranks(comm: Any, n: int) -> Iterator[Any]:
+    """A communicator of the first n ranks; None on the others. Collective."""
+    part = comm.Split(int(comm.rank >= n), comm.rank)
+    yield part if comm.rank < n else None
+    part.Free()
 
 
 # The serial run, and the comparison

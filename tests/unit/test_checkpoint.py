@@ -1,191 +1,259 @@
 """Checkpoints of one rank: what is found, what is refused, what a dead run left."""
 
+import pickle
+import shutil
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from saved import (
+    KINDS,
+    OPS,
+    SHAPES,
+    facts_of,
+    is_of,
+    make_state,
+    names,
+    numbers,
+    save,
+)
 
 from mpipar.checkpoint import (
+    Fragment,
+    checkpoints,
     find_checkpoint,
-    load_weights,
-    read_recipe_text,
-    save_weights,
+    fragments_of,
+    is_complete,
+    load,
+    read_manifest,
+    remove_drafts,
+    whole_fragments,
 )
 from mpipar.errors import CheckpointError
-from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
-from mpipar.ops import make_ops
+from mpipar.zero.flat import FlatState, Piece, Unit
 
-OPS = make_ops("cpu", "fp64")
-SHAPES = {"embedding.token.weight": (7, 4), "blocks.0.mlp.up.weight": (6, 4),
-          "blocks.0.norm1.gain": (4,)}  # fmt: skip
+FILES = ["manifest.json", "model.h5", "optimizer.h5", "shard_00000.h5"]
 
 
-def make_parameters(seed: int = 0) -> list[Parameter]:
-    rng = np.random.default_rng(seed)
-    made = []
-    for name, shape in SHAPES.items():
-        box = tuple((0, size) for size in shape)
-        made.append(Parameter(name, shape, box, "zeros", data=rng.normal(size=shape)))
-    return made
+def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
+    saved = save(tmp_path, 12)
+    assert saved.folder == tmp_path / "checkpoints" / "step_00000012"
+    assert saved.error is None and saved.note == ""
+    assert names(saved.folder) == FILES and is_of(saved.folder, 0)
+    sizes = [(saved.folder / name).stat().st_size for name in FILES]
+    assert saved.bytes == sum(sizes)
+    assert (saved.folder.parent / "latest").read_text() == "step_00000012\n"
 
 
-def save(run: Path, step: int, seed: int = 0) -> Path:
-    recipe = f"recipe of step {step}"
-    return save_weights(run, step, recipe, [make_parameters(seed)], serial_grid(), OPS)
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 12).folder
+
+    def refuse(*args: object, **named: object) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(np, "load", refuse)
+    assert is_of(find_checkpoint(tmp_path), 0) and is_complete(folder)
 
 
-def load(file: Path) -> list[np.ndarray]:
-    parameters = make_parameters(99)
-    load_weights(file, parameters, OPS)
-    return [p.data for p in parameters]
+def test_a_manifest_says_what_the_run_was(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path, 12).folder)
+    facts = facts_of(12)
+    assert (manifest.run, manifest.recipe, manifest.layout) == (
+        facts.run, facts.recipe, facts.layout
+    )  # fmt: skip
+    assert manifest.progress == facts.progress and manifest.kinds == [*KINDS]
+    # In the order of the model's names, numbers as numbers
+    assert dict(manifest.arrays) == SHAPES and manifest.dtype == "float64"
+    assert manifest.bytes == save(tmp_path, 13).bytes - len(
+        (tmp_path / "checkpoints" / "step_00000013" / "manifest.json").read_bytes()
+    )
 
 
-def test_weights_come_back_as_they_were(tmp_path: Path) -> None:
-    folder = save(tmp_path, 12)
-    assert folder == tmp_path / "checkpoints" / "step_00000012"
-    for found, p in zip(load(folder / "model.h5"), make_parameters(), strict=True):
-        assert np.array_equal(found, p.data)
-    with h5py.File(folder / "model.h5") as file:
-        assert file["blocks/0/mlp/up/weight"].shape == (6, 4)
-        assert file.attrs["step"] == 12
+def test_any_hdf5_tool_reads_whole_arrays(tmp_path: Path) -> None:
+    """Also from another place: the files name each other by their names alone."""
+    folder = tmp_path / "moved"
+    save(tmp_path, 12).folder.rename(folder)
+    exact = numbers(make_state(0))
+    for kind in KINDS:
+        file, group = ("model.h5", "") if kind == "weights" else ("optimizer.h5", kind)
+        with h5py.File(folder / file) as h5:
+            assert h5.attrs["step"] == 12 and h5.attrs["recipe"] == "recipe of step 12"
+            for name, shape in SHAPES.items():
+                found = h5[f"{group}/{name.replace('.', '/')}"]
+                assert found.shape == shape and found.dtype == np.float64
+                assert np.array_equal(found[()].ravel(), exact[f"{kind} {name}"])
 
 
 def test_any_way_to_name_a_checkpoint_finds_it(tmp_path: Path) -> None:
-    first, last = save(tmp_path, 5), save(tmp_path, 10)
-    for path in (tmp_path, tmp_path / "checkpoints", last, last / "model.h5"):
-        assert find_checkpoint(path) == last / "model.h5"
-    assert find_checkpoint(first) == first / "model.h5"
-    assert read_recipe_text(first / "model.h5") == "recipe of step 5"
+    first, last = save(tmp_path, 5).folder, save(tmp_path, 10).folder
+    for path in (tmp_path, tmp_path / "checkpoints", last):
+        assert find_checkpoint(path) == last
+    for name in FILES:
+        assert find_checkpoint(first / name) == first
+    assert find_checkpoint(first) == first
+    assert checkpoints(tmp_path) == [first, last]
 
 
-def test_what_a_dead_run_left_is_replaced(tmp_path: Path) -> None:
+def test_a_number_of_steps_of_any_length_has_its_place(tmp_path: Path) -> None:
+    steps = [99_999_999, 100_000_000, 2]
+    found = {step: save(tmp_path, step).folder for step in steps}
+    assert checkpoints(tmp_path) == [found[step] for step in sorted(steps)]
+
+
+def leave_drafts(run: Path) -> None:
+    """What runs that died at different moments have left."""
+    folder = run / "checkpoints"
+    for name in ("step_00000002.4f1d.tmp", "step_00000001.old.tmp"):
+        draft = folder / name
+        shutil.copytree(folder / "step_00000001", draft)
+        (draft / "shard_00000.h5").write_bytes(b"half of a file")
+    (folder / "latest.tmp").write_text("step_00000009")
+
+
+def test_what_a_dead_run_left_is_ignored_and_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, seed=1)
-    draft = tmp_path / "checkpoints" / "step_00000002.tmp"
-    (draft / "deep").mkdir(parents=True)
-    (draft / "model.h5").write_bytes(b"half of a file")
-    (draft / "deep" / "junk").write_text("")
-    (tmp_path / "checkpoints" / "latest.tmp").write_text("step_00000009")
-    folder = save(tmp_path, 2, seed=2)
-    assert sorted(p.name for p in folder.iterdir()) == ["model.h5"]
-    names = sorted(p.name for p in folder.parent.iterdir())
-    assert names == ["latest", "step_00000001", "step_00000002"]
-    assert np.array_equal(load(folder / "model.h5")[0], make_parameters(2)[0].data)
+    mine = tmp_path / "checkpoints" / "step_00000003.notes"
+    mine.mkdir()
+    leave_drafts(tmp_path)
+    saved = save(tmp_path, 2, seed=2)
+    assert find_checkpoint(tmp_path) == saved.folder and is_of(saved.folder, 2)
+    assert names(saved.folder) == FILES
+    (mine.parent / "latest.tmp").write_text("step_00000009")
+    remove_drafts(tmp_path)
+    assert names(mine.parent) == [
+        "latest", "step_00000001", "step_00000002", "step_00000003.notes"
+    ]  # fmt: skip
+
+
+def test_to_remove_drafts_needs_no_run(tmp_path: Path) -> None:
+    remove_drafts(tmp_path)
+    remove_drafts(tmp_path / "none")
+    assert names(tmp_path) == []
 
 
 def test_a_draft_is_never_found(tmp_path: Path) -> None:
-    draft = tmp_path / "checkpoints" / "step_00000002.tmp"
-    draft.mkdir(parents=True)
-    (draft / "model.h5").write_bytes(b"half of a file")
+    """Not even one that is whole: it may not be on disk."""
+    whole = save(tmp_path, 2).folder
+    whole.rename(whole.with_name("step_00000002.4f1d.tmp"))
+    assert checkpoints(tmp_path) == []
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("blocked", ["checkpoints", "checkpoints/latest.tmp"])
-def test_a_failed_save_leaves_the_last_one(tmp_path: Path, blocked: str) -> None:
-    if blocked == "checkpoints":
-        (tmp_path / blocked).write_text("a file")
-    else:
-        save(tmp_path, 1)
-        (tmp_path / blocked).mkdir()
-    with pytest.raises(CheckpointError, match="cannot save .*step_00000002") as caught:
-        save(tmp_path, 2)
-    assert caught.value.agreed
-    if blocked != "checkpoints":
-        assert find_checkpoint(tmp_path).parent.name == "step_00000001"
-
-
 @pytest.mark.parametrize("said", ["step_00000009", "", "\0", "é" * 400])
-def test_a_pointer_to_nothing_is_refused_by_name(tmp_path: Path, said: str) -> None:
-    save(tmp_path, 1)
-    pointer = tmp_path / "checkpoints" / "latest"
-    pointer.write_text(said, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="latest"):
-        find_checkpoint(tmp_path)
+def test_what_latest_says_does_not_matter(tmp_path: Path, said: str) -> None:
+    """It is for people: a run that dies between two renames leaves an old one."""
+    folder = save(tmp_path, 1).folder
+    (folder.parent / "latest").write_text(said, encoding="latin-1")
+    assert find_checkpoint(tmp_path) == folder
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match="no checkpoint: expected model"):
+    old = tmp_path / "checkpoints" / "step_00000001"
+    old.mkdir(parents=True)
+    (old / "model.h5").write_bytes(b"of an earlier version")
+    for path in (tmp_path, tmp_path / "none", old, old / "model.h5"):
+        with pytest.raises(CheckpointError, match="manifest.json") as caught:
             find_checkpoint(path)
+        assert caught.value.exit_code == 2 and str(path) in str(caught.value)
+    assert "complete" in str(caught.value)
 
 
-def cut_in_half(file: Path) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[: len(data) // 2])
+@pytest.mark.parametrize("name", ["shard_00000.h5", "manifest.json"])
+def test_what_is_not_whole_is_not_complete(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1).folder
+    assert is_complete(folder)
+    data = (folder / name).read_bytes()
+    for wrong in (data[:-1], data + b"\0", None):
+        (folder / name).unlink() if wrong is None else (folder / name).write_bytes(
+            wrong
+        )
+        assert not is_complete(folder)
+    assert not is_complete(folder / "none")
 
 
-def forget_header(file: Path) -> None:
-    with h5py.File(file, "a") as h5:
-        for key in list(h5.attrs):
-            del h5.attrs[key]
-
-
-def become_other_format(file: Path) -> None:
-    with h5py.File(file, "a") as h5:
-        h5.attrs["format"] = 999
-
-
-def forget_recipe(file: Path) -> None:
-    with h5py.File(file, "a") as h5:
-        del h5.attrs["recipe"]
-
-
-def store_header_as_array(file: Path) -> None:
-    with h5py.File(file, "a") as h5:
-        h5.attrs["format"] = np.array([1, 1])
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(bytes(range(256)) * 30),
-        cut_in_half, forget_header, become_other_format, forget_recipe,
-        store_header_as_array,
-    ],
-    ids=["empty", "noise", "half", "foreign", "format", "recipe", "array"],
-)  # fmt: skip
-def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, damage) -> None:
-    file = save(tmp_path, 1) / "model.h5"
-    damage(file)
-    with pytest.raises(CheckpointError, match="model.h5"):
-        read_recipe_text(find_checkpoint(tmp_path))
+def make_fragment(name: str, *shape: int) -> Fragment:
+    size = int(np.prod(shape))
+    box = tuple((0, n) for n in shape)
+    return Fragment(name, shape, box, 0, size, {"weights": np.zeros(size)})
 
 
 def test_each_missing_or_misshapen_array_is_named(tmp_path: Path) -> None:
-    file = save(tmp_path, 1) / "model.h5"
-    with h5py.File(file, "a") as h5:
-        del h5["embedding/token/weight"], h5["blocks/0/norm1/gain"]
-        h5["embedding/token/weight"] = np.zeros((4, 7))
-        h5.create_group("blocks/0/norm1/gain")
+    folder = save(tmp_path, 1).folder
+    wanted = [
+        make_fragment("embedding.token.weight", 4, 7),
+        make_fragment("blocks.0.mlp.up.weight", 6, 4),
+        make_fragment("blocks.1.mlp.up.weight", 6, 4),
+        make_fragment("blocks.0.norm1.gain", 4, 1),
+    ]
     with pytest.raises(CheckpointError) as caught:
-        load(file)
+        load(folder, read_manifest(folder), wanted, OPS)
     text = str(caught.value)
-    assert "embedding.token.weight has shape (4, 7), expected (7, 4)" in text
-    assert "blocks.0.norm1.gain is missing" in text and "mlp" not in text
+    assert "embedding.token.weight has shape (7, 4), expected (4, 7)" in text
+    assert "blocks.0.norm1.gain has shape (4,), expected (4, 1)" in text
+    assert "blocks.1.mlp.up.weight is missing" in text and "0.mlp" not in text
 
 
-def test_an_array_of_no_numbers_is_refused(tmp_path: Path) -> None:
-    file = save(tmp_path, 1) / "model.h5"
-    with h5py.File(file, "a") as h5:
-        del h5["blocks/0/norm1/gain"]
-        h5["blocks/0/norm1/gain"] = ["a", "b", "c", "d"]
-    with pytest.raises(CheckpointError, match=r"blocks.0.norm1.gain"):
-        load(file)
+def test_a_kind_that_was_not_saved_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1).folder
+    wanted = make_fragment("blocks.0.norm1.gain", 4)
+    wanted.arrays["previous"] = np.zeros(4)
+    with pytest.raises(CheckpointError, match="no previous, only weights, m, v"):
+        load(folder, read_manifest(folder), [wanted], OPS)
+    # Unless it is said which one is meant.
+    kinds = {"weights": "weights", "previous": "weights"}
+    load(folder, read_manifest(folder), [wanted], OPS, kinds)
+    assert np.array_equal(wanted.arrays["previous"], wanted.arrays["weights"])
+    assert wanted.arrays["weights"].any()
 
 
-def test_data_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    file = save(tmp_path, 1) / "model.h5"
-    with h5py.File(file, "a") as h5:
-        del h5["blocks/0/norm1/gain"]
-        compressed = h5.create_dataset(
-            "blocks/0/norm1/gain", data=np.arange(4.0), chunks=(4,), compression="gzip"
-        )
-        chunk = compressed.id.get_chunk_info(0)
-    with file.open("r+b") as raw:
-        raw.seek(chunk.byte_offset)
-        raw.write(b"\xff" * chunk.size)
-    with pytest.raises(CheckpointError, match="model.h5"):
-        load(file)
+def test_every_part_of_an_array_can_be_read_alone(tmp_path: Path) -> None:
+    """Any stretch of any box, as ranks of another layout want them."""
+    folder = save(tmp_path, 1).folder
+    manifest, name = read_manifest(folder), "embedding.token.weight"
+    whole = numbers(make_state(0))[f"m {name}"].reshape(7, 4)
+    for box in (((0, 7), (0, 4)), ((2, 5), (0, 4)), ((0, 7), (1, 3)), ((3, 6), (2, 4))):
+        exact = whole[tuple(slice(*interval) for interval in box)].ravel()
+        for begin in range(exact.size):
+            for end in (begin + 1, (begin + exact.size) // 2 + 1, exact.size):
+                arrays = {"m": np.full(end - begin, np.nan)}
+                part = Fragment(name, (7, 4), box, begin, end, arrays)
+                load(folder, manifest, [part], OPS)
+                assert np.array_equal(arrays["m"], exact[begin:end])
+
+
+def make_parameters() -> list[Parameter]:
+    boxes = {name: tuple((0, n) for n in shape) for name, shape in SHAPES.items()}
+    return [Parameter(n, SHAPES[n], box, "zeros") for n, box in boxes.items()]
+
+
+def test_parameters_are_filled_where_they_are(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1).folder
+    flat = FlatState([make_parameters()], OPS)
+    load(folder, read_manifest(folder), whole_fragments(flat.parameters), OPS)
+    exact = numbers(make_state(0))
+    for p in flat.parameters:
+        assert np.array_equal(p.data.ravel(), exact[f"weights {p.name}"])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 60, 70])
+def test_ranks_with_the_same_pieces_share_them(parts: int) -> None:
+    """Each element is saved once, padding never; shares differ by one at most."""
+    unit = Unit(make_parameters(), 0, 16)
+    data = np.arange(float(unit.size))
+    piece = Piece(unit, 0, unit.size, data, data)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
+    sizes = []
+    for part in range(parts):
+        own = list(fragments_of([piece], {"weights": [data]}, share=(part, parts)))
+        sizes.append(sum(f.size for f in own))
+        for f in own:
+            assert (f.begin, f.end) == (sum(map(len, found[f.name])), f.end)
+            found[f.name].append(f.arrays["weights"])
+    together = np.concatenate([x for name in SHAPES for x in found[name]])
+    assert np.array_equal(together, data[: unit.filled])
+    assert unit.filled < unit.size and max(sizes) <= -(-unit.size // parts)

@@ -104,6 +104,31 @@ def test_public_names_have_docstrings(file: Path) -> None:
     assert bare == []
 
 
+UNSAFE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "joblib",
+          "cloudpickle", "yaml"}  # fmt: skip
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "load_module", "system"}
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in SOURCES if f.parent.name == "checkpoint"], ids=name
+)
+def test_a_checkpoint_holds_no_program(file: Path) -> None:
+    """Checkpoints come from strangers: nothing in them is unpickled or evaluated."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not UNSAFE & {a.name.partition(".")[0] for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in UNSAFE
+            assert not UNSAFE & {alias.name for alias in node.names}
+        if isinstance(node, ast.Call):
+            called = node.func
+            word = getattr(called, "id", getattr(called, "attr", ""))
+            assert word not in UNSAFE_CALLS or ast.unparse(called) == "re.compile"
+            assert not {"allow_pickle"} & {word.arg for word in node.keywords}
+            # NumPy's own reader would unpickle.
+            assert ast.unparse(called) not in ("np.load", "numpy.load", "np.loads")
+
+
 def test_setup_names_every_package() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")

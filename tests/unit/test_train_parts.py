@@ -50,6 +50,16 @@ def test_lines_shows_the_first_the_last_and_every_nth(
     assert [text.split()[1] for text in shown] == ["1/23", "10/23", "20/23", "23/23"]
 
 
+def test_lines_shows_the_first_step_of_a_run_that_goes_on(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    lines = make_progress("lines", 23, 10, rank=0, begin=14)
+    for step in range(15, 24):
+        lines.step(line(step))
+    shown = capsys.readouterr().out.splitlines()
+    assert [text.split()[1] for text in shown] == ["15/23", "20/23", "23/23"]
+
+
 def test_a_step_is_described_in_one_line() -> None:
     text = describe(line(7, validation_loss=3.25))
     for part in ("loss 2.5000", "norm 0.750", "lr 1.00e-03", "12,346 tok/s", "42%"):
@@ -148,14 +158,23 @@ def fake_engine() -> SimpleNamespace:
     )
 
 
+def open_metrics(folder: Path, engine: SimpleNamespace, step: int = 0, **options: bool):
+    """Metrics of steps that have 8 labels each."""
+    saver = SimpleNamespace(snapshot=SimpleNamespace(nbytes=7))
+    saves = SimpleNamespace(saver=saver, tokens=lambda: 8 * engine.number)
+    options = {"writes": True, **options}
+    return Metrics(folder, engine, peak_flops=1e6, saves=saves, step=step, **options)
+
+
 RESULT = StepResult(
-    2.0, grad_norm=0.5, lr=0.1, updated=True, loss_scale=1.0, bubble=0.0, stop=0
-)
+    2.0, grad_norm=0.5, lr=0.1, updated=True, loss_scale=1.0, bubble=0.0, stop=0,
+    saved=0,
+)  # fmt: skip
 
 
 def test_each_line_is_on_disk_at_once(tmp_path: Path) -> None:
     engine = fake_engine()
-    with Metrics(tmp_path, engine, peak_flops=1e6, writes=True) as metrics:
+    with open_metrics(tmp_path, engine) as metrics:
         for number in (1, 2):
             engine.number = number
             engine.grid.counters.tally("tp", "all_reduce").calls += 3
@@ -167,13 +186,14 @@ def test_each_line_is_on_disk_at_once(tmp_path: Path) -> None:
     assert [e["comm"]["tp"]["all_reduce"]["calls"] for e in found] == [3, 3]
     memory = found[0]["memory"]
     assert memory["params"] == memory["grads"] == 80 and memory["optimizer"] == 160
-    assert memory["activations_peak"] == 33 and memory["rss_peak"] > 2**20
+    assert memory["snapshot"] == 7 and memory["activations_peak"] == 33
+    assert memory["rss_peak"] > 2**20
     assert found[0]["mfu"] == pytest.approx(1000 / found[0]["seconds"] / 1e6)
 
 
 def test_what_happens_between_steps_is_not_counted(tmp_path: Path) -> None:
     engine = fake_engine()
-    with Metrics(tmp_path, engine, peak_flops=1e6, writes=False) as metrics:
+    with open_metrics(tmp_path, engine, writes=False) as metrics:
         engine.number = 1
         engine.grid.counters.tally("world", "all_reduce").calls += 1
         metrics.restart_clock()
@@ -187,7 +207,7 @@ def test_a_number_that_is_none_is_still_json(tmp_path: Path) -> None:
     """Other tools than Python's json refuse NaN."""
     engine = fake_engine()
     bad = replace(RESULT, loss=math.nan, grad_norm=math.inf, updated=False)
-    with Metrics(tmp_path, engine, peak_flops=1e6, writes=True) as metrics:
+    with open_metrics(tmp_path, engine) as metrics:
         engine.number = 1
         metrics.write(metrics.record(bad, tokens=8))
 
@@ -196,6 +216,37 @@ def test_a_number_that_is_none_is_still_json(tmp_path: Path) -> None:
 
     text = (tmp_path / "metrics.jsonl").read_text()
     json.loads(text, parse_constant=refuse)
+
+
+def steps_of(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
+def test_lines_that_a_run_repeats_are_not_there_twice(
+    tmp_path: Path, step: int, kept: list[int]
+) -> None:
+    """It goes on at a step; it had come further, and its last line was cut off."""
+    lines = [json.dumps({"step": n, "loss": 1.5}) for n in (1, 2, 3)]
+    strange = ["", "[]", "null", '{"loss": 1}', '{"step": 1', "\ufffd"]
+    text = "\n".join([*lines, *strange, '{"step": 4, "lo'])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    engine = fake_engine()
+    with open_metrics(tmp_path, engine, step) as metrics:
+        assert steps_of(tmp_path) == kept
+        engine.number = step + 1
+        metrics.write(metrics.record(RESULT, tokens=8))
+    assert steps_of(tmp_path) == [*kept, step + 1]
+
+
+def test_a_last_line_without_its_end_stays_a_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    engine = fake_engine()
+    engine.number = 3
+    with open_metrics(tmp_path, engine, 2) as metrics:
+        metrics.write(metrics.record(RESULT, tokens=8))
+    assert steps_of(tmp_path) == [1, 2, 3]
 
 
 def test_summary_is_json_with_the_layout(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ kind       raise     RuntimeError
            exit      sys.exit(3)
            kill      SIGKILL to the own process
            stop      SIGSTOP to the own process
+           term      SIGTERM to the own process;  usr1  SIGUSR1
            loop      computes for ever
            slow      two seconds of sleep, then as always
            skip      returns the first argument, does nothing
@@ -39,7 +40,7 @@ def _happen(kind):
         raise OSError(28, "planted: no space left on device")
     if kind == "exit":
         sys.exit(3)
-    if kind in ("kill", "stop"):
+    if kind in ("kill", "stop", "term", "usr1"):
         os.kill(os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
     while kind == "loop":
         pass

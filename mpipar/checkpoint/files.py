@@ -1,4 +1,4 @@
-"""A file for HDF5 to write that does not crash it when the disk is full."""
+"""Files and folders that are on disk when we say so."""
 
 import os
 from collections.abc import Callable
@@ -6,28 +6,44 @@ from pathlib import Path
 from typing import Any
 
 
-class PatientFile:
-    """Keeps the first write error instead of raising it into HDF5.
+def flush(path: Path) -> None:
+    """Brings a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    HDF5 does not survive a failed write: it fails again whenever it flushes, and
-    crashes the process at exit. So writes after an error are taken and dropped, and the
-    error is raised by `check` and `close`, where it can be handled.
+
+def replace_text(path: Path, text: str) -> None:
+    """The file has this text, or what it had before, whatever happens meanwhile."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text, encoding="utf-8")
+    flush(draft)
+    draft.replace(path)
+    flush(path.parent)
+
+
+class PatientFile:
+    """A file for HDF5 to write that does not crash it when the disk is full.
+
+    It keeps the first write error instead of raising it into HDF5, which does not
+    survive that: it fails again whenever it flushes, and crashes the process at exit.
+    So writes after an error are taken and dropped, and the error is raised by `close`,
+    where it can be handled.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b", buffering=0)
         self._error: OSError | None = None
 
-    def check(self) -> None:
-        """Raises the first OSError that a write met."""
+    def close(self, *, durable: bool = True) -> None:
+        """Closes, on disk if `durable`; raises the first error that there was."""
+        if durable:
+            self._note(lambda: os.fsync(self._file.fileno()))
+        self._file.close()
         if self._error is not None:
             raise self._error
-
-    def close(self) -> None:
-        """Flushes to disk and closes; raises the first error, of writing or of this."""
-        self._note(lambda: os.fsync(self._file.fileno()))
-        self._file.close()
-        self.check()
 
     # What HDF5 calls
 
