@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from mpipar.checkpoint.boxes import Box, boxes_of, elements, lengths
-from mpipar.checkpoint.files import PatientFile
+from mpipar.checkpoint.files import flush
 from mpipar.checkpoint.floats import file_type
 from mpipar.checkpoint.manifest import Manifest, Shard, View, checksum
 
@@ -48,8 +48,8 @@ def write_views(folder: Path, manifest: Manifest) -> dict[str, View]:
 
 
 def _write(path: Path, manifest: Manifest, groups: dict[str, str]) -> View:
-    disk = PatientFile(path)
-    with h5py.File(disk, "w") as file:
+    # Made in memory: HDF5 writes it in thousands of small pieces.
+    with h5py.File(path, "w", driver="core", backing_store=False) as file:
         file.attrs["creator"] = manifest.creator
         file.attrs["format"] = manifest.format
         file.attrs["step"] = manifest.progress.step
@@ -59,8 +59,10 @@ def _write(path: Path, manifest: Manifest, groups: dict[str, str]) -> View:
             for name, shape in manifest.arrays.items():
                 place = (group + dataset_name(name)).encode()
                 _show(file, place, shape, manifest.dtype, kind, links[name])
-    disk.close()
-    data = path.read_bytes()
+        file.flush()
+        data = file.id.get_file_image()
+    path.write_bytes(data)
+    flush(path)
     return View(bytes=len(data), sum=checksum(data))
 
 

@@ -240,9 +240,9 @@ class Engine:
             state.updated()
         progress = manifest.progress
         self.number, self.optimizer.count = progress.step, progress.updates
-        scale, train = self.loss_scale, tomllib.loads(manifest.recipe)["train"]
+        scale, train = self.loss_scale, tomllib.loads(manifest.recipe).get("train", {})
         # A run in another precision has none to go on with.
-        if not scale.is_fixed and train["precision"] == "fp16":
+        if not scale.is_fixed and train.get("precision") == "fp16":
             scale.value = progress.loss_scale
             scale.good = min(progress.good_steps, scale.window - 1)
 

@@ -183,10 +183,10 @@ def matrix():
             count = len(layouts)
             for source, (n, words) in enumerate(layouts):
                 every = [(source + step) % count for step in range(count)]
-                few = [every[step] for step in (0, 1, 5)]
                 usual = layouts is FOUR and source % 4 == list(MODELS).index(model)
-                whole = layouts is FOUR and model in ("gpt", "llama") and not usual
-                if layouts is EIGHT and model in ("gpt", "odd"):
+                few = [every[step] for step in ((0, 5) if usual else (0, 1, 5))]
+                whole = layouts is FOUR and model == "llama" and not usual
+                if layouts is EIGHT and model != "llama":
                     continue
                 marks = [pytest.mark.mpi(4 if layouts is FOUR else 8, timeout=240)]
                 marks += [] if usual else [pytest.mark.full]

@@ -329,3 +329,27 @@ def test_reading_needs_no_memory_beside_the_state(tmp_path: Path) -> None:
     tracemalloc.stop()
     # `read` itself holds the state, and then copies of it.
     assert peak < 2 * size + 6 * MIB
+
+
+def test_a_disk_that_is_slow_to_flush_does_not_keep_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is written, but not on disk: there is nothing to copy, nor to wait for."""
+    flushing, let = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(file: int) -> None:
+        flushing.set()
+        assert let.wait(20)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with make_saver(tmp_path) as saver:
+        saver.begin(facts_of(1), make_state(1), KINDS)
+        assert flushing.wait(20)
+        frozen = threading.Thread(target=saver.freeze)
+        frozen.start()
+        frozen.join(20)
+        assert not frozen.is_alive() and saver.snapshot.nbytes == 0
+        let.set()
+        assert saver.finish().error is None
