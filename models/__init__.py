@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mpipar.layers.context import Core, LocalCore
 from mpipar.layers.model import Chunk, Model
 from mpipar.layers.stream import Stream
 from mpipar.ops import Ops
@@ -15,16 +16,19 @@ def build_model(
     tp: Any,
     sequence: bool,
     chunks: Sequence[Chunk] | None = None,
+    core: Core | None = None,
 ) -> Model:
     """The model of a resolved recipe's [model] section, as this rank of tp holds it.
 
     model     the section;  tp  communicator of the tensor-parallel axis
     sequence  whether the residual stream is cut by positions over tp
     chunks    which parts this rank's pipeline stage has; None = the whole model
+    core      how attention sees a sequence that is cut over ranks; None = it is not
     """
     if model.family == "llama":
         from mpipar.models.llama import Llama as Kind
     else:
         from mpipar.models.gpt import Gpt as Kind
-    family = Kind(model, ops=ops, stream=Stream(tp, sequence=sequence))
+    core = core or LocalCore(ops)
+    family = Kind(model, ops=ops, stream=Stream(tp, sequence=sequence), core=core)
     return family.build(chunks or [Chunk(range(model.layers))])

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from mpipar.layers.context import Core
 from mpipar.layers.mlp import SwigluMlp
 from mpipar.layers.norm import RMSNorm
 from mpipar.layers.rope import Rope
@@ -16,8 +17,8 @@ class Llama(Family):
 
     norm, bias = RMSNorm, False
 
-    def __init__(self, model: Any, *, ops: Ops, stream: Stream) -> None:
-        super().__init__(model, ops=ops, stream=stream)
+    def __init__(self, model: Any, *, ops: Ops, stream: Stream, core: Core) -> None:
+        super().__init__(model, ops=ops, stream=stream, core=core)
         self.rope = Rope(model.width // model.heads, model.rope_theta, ops=ops)
 
     def mlp(self, name: str) -> SwigluMlp:

@@ -7,6 +7,7 @@ from typing import Any
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain, Layer
 from mpipar.layers.block import Residual
+from mpipar.layers.context import Core
 from mpipar.layers.dropout import Dropout
 from mpipar.layers.embedding import Embedding, token_weight
 from mpipar.layers.head import Head
@@ -32,8 +33,8 @@ class Family:
     bias: bool
     rope: Rope | None = None
 
-    def __init__(self, model: Any, *, ops: Ops, stream: Stream) -> None:
-        self.model, self.stream = model, stream
+    def __init__(self, model: Any, *, ops: Ops, stream: Stream, core: Core) -> None:
+        self.model, self.stream, self.core = model, stream, core
         self.shared = {"ops": ops, "stream": stream}
         # 2·layers branches add up in the stream, whose variance stays near that of one
         # (Radford et al. 2019, section 2.3).
@@ -63,6 +64,8 @@ class Family:
             bias=self.bias,
             rope=self.rope,
             dropout=model.dropout,
+            window=model.window,
+            core=self.core,
             **self.std,
             **self.shared,
         )

@@ -40,6 +40,7 @@ class Case:
 
     enters   "stream", "columns" (the last dim cut) or "ids"
     leaves   "stream", "columns" or "loss"
+    is_packed   whether its sequences are several documents
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     leaves: str = "stream"
     width: int = WIDTH
     is_model: bool = False
+    is_packed: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -135,19 +137,21 @@ def chain(**shared: Any) -> Layer:
     return Chain([residual(RATE, "0.")(**shared), residual(0.0, "1.")(**shared)])
 
 
-def model(family: str, *, is_tied: bool, rate: float = 0.0) -> Callable:
+def model(
+    family: str, *, is_tied: bool, rate: float = 0.0, window: int = 0, core: Any = None
+) -> Callable:
     """All units of a whole model as one chain."""
     section = SimpleNamespace(
         family=family, layers=1, width=WIDTH, heads=HEADS, kv_heads=2, ffn=FFN,
         context=CONTEXT, vocab=VOCAB, tied=is_tied, dropout=rate,
-        activation="gelu_tanh", rope_theta=100.0, norm_eps=1e-5,
+        activation="gelu_tanh", rope_theta=100.0, window=window,
+        norm_eps=1e-5,
     )  # fmt: skip
 
     def build(ops, stream):
         sequence = stream.is_cut
-        return Chain(
-            build_model(section, ops=ops, tp=stream.tp, sequence=sequence).units
-        )
+        shared = {"tp": stream.tp, "sequence": sequence, "core": core}
+        return Chain(build_model(section, ops=ops, **shared).units)
 
     return build
 
@@ -156,6 +160,7 @@ VOCABULARY_CASES = [
     Case("Embedding", embedding(), "ids"),
     Case("Embedding with positions", embedding(context=CONTEXT), "ids"),
     Case("Embedding with dropout", embedding(context=CONTEXT, dropout=RATE), "ids"),
+    Case("Embedding in documents", embedding(context=CONTEXT), "ids", is_packed=True),
     Case("VocabLoss", loss, "columns", "loss", VOCAB),
     Case("Head", head, "stream", "loss"),
     Case("tied Embedding and Head", tied, "ids", "loss"),
@@ -173,6 +178,9 @@ CASES = [
     Case("attention 1 kv head", attention(1)),
     Case("attention 1 kv head with dropout", attention(1, dropout=RATE)),
     Case("attention with dropout", attention(dropout=RATE)),
+    Case("attention with a window", attention(2, window=3)),
+    Case("attention in documents", attention(2, rope=True, dropout=RATE, window=4),
+         is_packed=True),
     Case("GeluMlp tanh", gelu(True)),
     Case("GeluMlp erf", gelu(False)),
     Case("SwigluMlp", swiglu),
@@ -201,7 +209,8 @@ class Made:
         for p in unique:
             box = tuple(slice(*interval) for interval in p.box)
             p.data[...] = values(p)[box]
-        self.step, self.s = make_step(s), s
+        self.s = s
+        self.step = make_step(s, **(documents(s) if case.is_packed else {}))
 
     def x(self, number: int = 0) -> np.ndarray:
         """The whole input of micro-batch `number`."""
@@ -265,6 +274,15 @@ def make_step(s: int, **options: Any) -> Step:
     chosen = {"samples": np.array([3, 8]), "labels": labels, "number": 2, "seed": 11}
     chosen |= {"valid": int((labels >= 0).sum()), "positions": np.arange(s)}
     return Step(**chosen | options)
+
+
+def documents(s: int) -> dict[str, np.ndarray]:
+    """Where the documents of each sequence begin, and places that begin there anew."""
+    firsts = np.zeros((BATCH, s), np.int64)
+    for sequence, begins in enumerate(([s // 3, s // 2], [2 * s // 3])):
+        for begin in begins:
+            firsts[sequence, begin:] = begin
+    return {"firsts": firsts, "places": np.arange(s) - firsts}
 
 
 def arrays(kept: Any) -> Iterator[np.ndarray]:

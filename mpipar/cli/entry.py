@@ -30,6 +30,7 @@ COMMANDS = {
     "bench peers": "time the same training in PyTorch and in mpipar, in turns",
     "bench step": "tell where the time of a training step goes",
     "bench checkpoint": "time saves and loads of a state beside the disk itself",
+    "bench context": "time attention over a shared sequence, by method",
     "bench serve": "make steps when told to, as bench peers asks its workers to",
 }
 GROUPS = {"ckpt": "list, check and rewrite checkpoints", "bench": "measure speed"}

@@ -1,5 +1,6 @@
 """The recipe of a run: frozen, typed, and checked before any array exists."""
 
+from mpipar.config.context_rules import head_ranks
 from mpipar.config.fields import UNCUT, replace
 from mpipar.config.presets import find_recipe, preset_names
 from mpipar.config.read import read_recipe
@@ -29,6 +30,7 @@ __all__ = [
     "Recipe",
     "Train",
     "find_recipe",
+    "head_ranks",
     "preset_names",
     "read_recipe",
     "replace",

@@ -20,6 +20,9 @@ from mpipar.config.schedules import NEEDS
 
 AXES = ("tp", "cp", "dp", "pp")
 
+# Ways to attend over a sequence that several ranks share
+METHODS = ("ring", "zigzag", "striped", "allgather", "ulysses", "usp")
+
 # Counts fit 32 signed bits, so that products of two of them fit 64.
 LARGEST = 2**31 - 1
 
@@ -92,6 +95,9 @@ class Model(Section):
     rope_theta: AboveZero = Field(
         10000.0, description="llama only: base of the RoPE wave lengths"
     )
+    window: Natural = Field(
+        0, description="tokens that attention sees, the own one included; 0 = all"
+    )
     norm_eps: AboveZero = Field(1e-5, description="added to the variance in norms")
 
 
@@ -108,6 +114,14 @@ class Data(Section):
     )
     validation: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.05, description="fraction of the tokens held out for evaluation"
+    )
+    documents: Literal["joined", "separate"] = Field(
+        "joined",
+        description="separate = attention and positions begin anew where a document "
+        "begins inside of a sequence",
+    )
+    end_token: Annotated[int, Field(ge=-1, le=LARGEST)] = Field(
+        -1, description="id that ends a document; -1 = the tokenizer's"
     )
     workers: Natural = Field(
         0, description="loader processes per rank; 0 = load in the training process"
@@ -133,6 +147,17 @@ class Parallel(Section):
         "even",
         description='blocks of each stage: "even", "measured" (by the time they take), '
         'or numbers such as "3,4,4,3", of each chunk in the order of the model',
+    )
+    context: Positive = Field(1, description="ranks that share each sequence")
+    context_method: Literal[METHODS] = Field(
+        "zigzag",
+        description="how they attend: ring, zigzag, striped = keys and values travel, "
+        "the sequence lies in one part, two or token by token; allgather = all are "
+        "gathered; ulysses = heads are exchanged; usp = that among a few, zigzag among "
+        "those",
+    )
+    ulysses: Natural = Field(
+        0, description="ranks that exchange heads in usp; 0 = as many as can"
     )
     sequence: bool = Field(
         False, description="the tensor ranks also cut the residual stream by tokens"
@@ -162,7 +187,12 @@ class Parallel(Section):
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along each axis; dp is 0 until the recipe is resolved."""
-        return {"tp": self.tensor, "cp": 1, "dp": self.data, "pp": self.pipeline}
+        return {
+            "tp": self.tensor,
+            "cp": self.context,
+            "dp": self.data,
+            "pp": self.pipeline,
+        }
 
 
 class Train(Section):

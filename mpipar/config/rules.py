@@ -1,13 +1,14 @@
 """Rules between fields, and what follows from the number of ranks."""
 
-from math import gcd
+from math import gcd, prod
 
-from mpipar.config import pipeline_rules  # noqa: F401  (it has rules of its own)
+# Rooms with rules of their own
+from mpipar.config import context_rules, pipeline_rules  # noqa: F401
 from mpipar.config.nearest import advice, around, divisors, either, neighbours
 from mpipar.config.recipe import Recipe
 from mpipar.config.register import rule as _rule
 from mpipar.config.register import violated
-from mpipar.config.values import Values, fill
+from mpipar.config.values import MODEL_AXES, Values, fill
 from mpipar.errors import ConfigError
 
 
@@ -175,53 +176,50 @@ def _tensor_cuts_context(
 # The number of ranks.
 
 
-@_rule("ranks", "parallel.tensor", "parallel.pipeline")
-def _model_cuts_ranks(v: Values, ranks: int, tensor: int, pipeline: int) -> str | None:
+@_rule("ranks", *MODEL_AXES)
+def _model_cuts_ranks(v: Values, ranks: int, *sizes: int) -> str | None:
     # A given parallel.data has its own rule, which says more.
-    both = tensor * pipeline
-    if "parallel.data" in v or ranks % both == 0:
+    product = prod(sizes)
+    if "parallel.data" in v or ranks % product == 0:
         return None
-    keys, parts = v.say("parallel.tensor"), str(tensor)
-    if pipeline > 1:
-        keys += f" times {v.say('parallel.pipeline')}"
-        parts = f"{tensor} * {pipeline}"
+    used = [axis for axis in MODEL_AXES if v[axis] > 1]
+    parts = " * ".join(str(v[axis]) for axis in used)
+    keys = " times ".join(v.say(axis) for axis in used)
     rule = (
         f"the product {keys} times parallel.data must equal the number of ranks, "
         f"{ranks}, but {parts} does not divide {ranks}"
     )
-    options = {
-        "parallel.tensor": [
-            n for n in _tensor_near(v, tensor) if n * pipeline <= ranks
-        ],
-        "parallel.pipeline": neighbours(pipeline, divisors(ranks // tensor))
-        if pipeline > 1 and ranks % tensor == 0
-        else [],
-        "ranks": around(ranks, both),
-    }
-    return rule + advice(options)
+    options = {axis: _size_near(v, axis, ranks, product) for axis in used}
+    return rule + advice(options | {"ranks": around(ranks, product)})
 
 
-@_rule("ranks", "parallel.tensor", "parallel.pipeline", "parallel.data")
-def _product_is_ranks(
-    v: Values, ranks: int, tensor: int, pipeline: int, data: int
-) -> str | None:
-    product = tensor * pipeline * data
-    if product == ranks:
+def _size_near(v: Values, axis: str, ranks: int, product: int) -> list[int]:
+    """Sizes of an axis near to what it is, with which the others fit the ranks."""
+    size = v[axis]
+    others = product // size
+    if axis == "parallel.tensor":
+        return [n for n in _tensor_near(v, size) if n * others <= ranks]
+    return neighbours(size, divisors(ranks // others)) if ranks % others == 0 else []
+
+
+@_rule("ranks", "parallel.data", *MODEL_AXES)
+def _product_is_ranks(v: Values, ranks: int, data: int, *sizes: int) -> str | None:
+    both = prod(sizes)
+    if both * data == ranks:
         return None
-    keys, sizes = ["parallel.tensor"], [tensor]
-    if pipeline > 1:
-        keys, sizes = [*keys, "parallel.pipeline"], [*sizes, pipeline]
+    keys = ["parallel.tensor"]
+    keys += [axis for axis in MODEL_AXES[1:] if v[axis] > 1]
+    numbers = [str(v[key]) for key in [*keys, "parallel.data"]]
     rule = (
         f"the product {' * '.join([*keys, 'parallel.data'])} = "
-        f"{' * '.join(map(str, [*sizes, data]))} = {product} "
+        f"{' * '.join(numbers)} = {both * data} "
         f"must equal the number of ranks, {ranks}"
     )
-    both = tensor * pipeline
-    tensors = [n for n in _tensor_sizes(v) if n * pipeline * data == ranks]
+    others = both * data // v["parallel.tensor"]
     options = {
-        "parallel.tensor": tensors,
+        "parallel.tensor": [n for n in _tensor_sizes(v) if n * others == ranks],
         "parallel.data": [] if ranks % both else [ranks // both],
-        "ranks": [product],
+        "ranks": [both * data],
     }
     return rule + advice(options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from mpipar.config.fields import replace
@@ -19,6 +20,10 @@ DERIVED = (
     "parallel.chunks",
     "train.micro_batch",
 )
+
+
+# Axes that cut the model or a sequence: data replicas are what is left of the ranks
+MODEL_AXES = ("parallel.tensor", "parallel.context", "parallel.pipeline")
 
 
 class Values(dict[str, Any]):
@@ -77,8 +82,8 @@ def _derive(key: str, v: Values) -> int | None:
             return _inner_width(v["model.family"], v["model.width"])
         case "model.vocab" if v.get("data.tokenizer") == "bytes":
             return 256
-        case "parallel.data" if "parallel.tensor" in v and "parallel.pipeline" in v:
-            return _whole(v.get("ranks"), v["parallel.tensor"] * v["parallel.pipeline"])
+        case "parallel.data" if all(axis in v for axis in MODEL_AXES):
+            return _whole(v.get("ranks"), prod(v[axis] for axis in MODEL_AXES))
         case "parallel.chunks" if v.get("parallel.schedule") in NEEDS:
             return NEEDS[v["parallel.schedule"]].chunks[0]
         case "train.micro_batch":

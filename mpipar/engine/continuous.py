@@ -175,9 +175,8 @@ class ContinuousEngine(Engine):
         lag = self.grid.pp.size - 1 - self.grid.pp.rank
         actions = [Action("BW", number) for number in range(-lag, 0)]
         self.executor.hooks = Versions(current, previous, settlement)
-        peak, recipe = self.executor.peak_bytes, self.recipe
-        sizes = recipe.train.micro_batch, recipe.model.context
-        shapes = [self.model.stream_shape(*sizes)] * lag
+        peak = self.executor.peak_bytes
+        shapes = [self.model.stream_shape(*self.micro_shape)] * lag
         with self._overflows_expected():
             self.executor.run(actions, [], shapes, [])
             result = self._settle(settlement)

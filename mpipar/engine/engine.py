@@ -18,10 +18,10 @@ from mpipar.comm import raise_together
 from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.learning_rate import learning_rate
+from mpipar.engine.sequence import OwnSequence
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
 from mpipar.errors import CheckpointError
 from mpipar.layers.base import Step
-from mpipar.layers.context import held_positions
 from mpipar.models import build_model
 from mpipar.ops import Ops
 from mpipar.pipeline.executor import Executor, Held, peak_bytes
@@ -75,14 +75,18 @@ class Engine:
 
     def __init__(self, recipe: Recipe, grid: Any, ops: Ops) -> None:
         self.recipe, self.grid, self.ops = recipe, grid, ops
+        self.sequence = OwnSequence(recipe, grid, ops)
         self.schedule = plan_schedule(recipe, recipe.accumulation)
-        self.block_counts = block_counts(recipe, self.schedule, grid, ops)
+        self.block_counts = block_counts(
+            recipe, self.schedule, grid, ops, self.sequence
+        )
         self.model = build_model(
             recipe.model,
             ops=ops,
             tp=grid.tp,
             sequence=recipe.parallel.sequence,
             chunks=own_chunks(self.schedule, self.block_counts, grid.pp.rank),
+            core=self.sequence.core,
         )
         self.model.join_blocks(recipe.parallel.unit)
         if recipe.train.recompute == "selective":
@@ -246,15 +250,20 @@ class Engine:
             scale.value = progress.loss_scale
             scale.good = min(progress.good_steps, scale.window - 1)
 
+    @property
+    def micro_shape(self) -> tuple[int, int]:
+        """Sequences of a micro-batch, and positions of each that this rank holds."""
+        return self.recipe.train.micro_batch, len(self.sequence.own)
+
     def step_flops(self) -> int:
         """FLOPs of one step on this rank, by formula: three times forward."""
-        cost = self.model.cost(self.recipe.train.micro_batch, self.recipe.model.context)
+        cost = self.model.cost(*self.micro_shape)
         return 3 * cost.flops * self.recipe.accumulation
 
     def predicted_memory(self) -> dict[str, int]:
         """Bytes that this rank should hold, by formula, under the names of metrics."""
         recipe, state = self.recipe, self.state
-        batch, context = recipe.train.micro_batch, recipe.model.context
+        batch, context = self.micro_shape
         found = state_bytes(
             [unit.size for unit in state.flat.units],
             state.flat.root,
@@ -339,11 +348,15 @@ class Engine:
         return loss if self.grid.tp.rank == 0 else 0.0
 
     def _step(self, batch: Batch, valid: int, *, training: bool) -> Step:
-        asarray = self.ops.asarray
+        asarray, sequence = self.ops.asarray, self.sequence
+        firsts = sequence.firsts(batch)
+        places = sequence.places(firsts)
         return Step(
-            positions=asarray(self._held(batch)),
+            positions=asarray(sequence.own),
             samples=asarray(batch.samples),
-            labels=asarray(batch.labels[:, self._held(batch)]),
+            places=None if places is None else asarray(places),
+            firsts=firsts,
+            labels=asarray(sequence.labels(batch)),
             valid=valid,
             number=self.begun,
             seed=self.recipe.train.seed,
@@ -352,9 +365,4 @@ class Engine:
         )
 
     def _tokens(self, batch: Batch) -> Any:
-        return self.ops.asarray(batch.tokens[:, self._held(batch)])
-
-    def _held(self, batch: Batch) -> np.ndarray:
-        """Global positions of this rank's part of each sequence."""
-        cp = self.grid.cp
-        return held_positions(batch.tokens.shape[1], cp.size, cp.rank, "contiguous")
+        return self.ops.asarray(self.sequence.tokens(batch))

@@ -56,12 +56,25 @@ def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:
     try:
         if recipe.model.vocab == 0:
             recipe = replace(recipe, {"model.vocab": tokenizer.size})
+        if recipe.data.documents == "separate" and recipe.data.end_token < 0:
+            recipe = replace(recipe, {"data.end_token": _end_of(tokenizer)})
         recipe = resolve(recipe, world.size)
         plan_schedule(recipe, recipe.accumulation)
     except (ConfigError, DataError) as problem:
         error = problem
     raise_together(error, world)
     return recipe, tokenizer
+
+
+def _end_of(tokenizer: Tokenizer) -> int:
+    if tokenizer.end_id is None:
+        raise ConfigError(
+            [
+                'data.documents = "separate" needs the id that ends a document, which '
+                "this tokenizer does not name; give data.end_token"
+            ]
+        )
+    return tokenizer.end_id
 
 
 def make_sampler(

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipar.config import Recipe
 from mpipar.config.schedules import is_file
+from mpipar.engine.sequence import OwnSequence
 from mpipar.errors import ConfigError
 from mpipar.layers.base import Step
 from mpipar.layers.model import Chunk, Model
@@ -84,7 +85,9 @@ def own_chunks(schedule: Schedule, counts: list[int], stage: int) -> list[Chunk]
     return found
 
 
-def block_counts(recipe: Recipe, schedule: Schedule, grid: Any, ops: Ops) -> list[int]:
+def block_counts(
+    recipe: Recipe, schedule: Schedule, grid: Any, ops: Ops, sequence: OwnSequence
+) -> list[int]:
     """Blocks of each virtual stage; collective where they are to be measured."""
     if (counts := given_counts(recipe)) is not None:
         return counts
@@ -93,13 +96,15 @@ def block_counts(recipe: Recipe, schedule: Schedule, grid: Any, ops: Ops) -> lis
     owners = [schedule.owner(place)[0] for place in parts]
     if recipe.parallel.partition == "even":
         return shared_out(layers, owners)
-    first, block, last = _measure(recipe, grid, ops)
+    first, block, last = _measure(recipe, grid, ops, sequence)
     if schedule.chunks == 1:
         return balanced([block] * layers, len(parts), first=first, last=last)
     return shared_out(layers, owners, time=block, first=first, last=last)
 
 
-def _measure(recipe: Recipe, grid: Any, ops: Ops, repeats: int = 3) -> list[float]:
+def _measure(
+    recipe: Recipe, grid: Any, ops: Ops, sequence: OwnSequence, repeats: int = 3
+) -> list[float]:
     """Seconds of embedding, block and head, forward and backward, on a micro-batch.
 
     The best of a few, and the slowest rank's.
@@ -110,12 +115,13 @@ def _measure(recipe: Recipe, grid: Any, ops: Ops, repeats: int = 3) -> list[floa
         tp=grid.tp,
         sequence=recipe.parallel.sequence,
         chunks=[Chunk(range(1))],
+        core=sequence.core,
     )
     FlatState(model.groups().parameters, ops).initialize(recipe.train.seed)
-    shape = recipe.train.micro_batch, recipe.model.context
+    shape = recipe.train.micro_batch, len(sequence.own)
     ids = ops.asarray(np.zeros(shape, np.int64))
     step = Step(
-        positions=ops.asarray(np.arange(shape[1])),
+        positions=ops.asarray(np.minimum(sequence.own, sequence.context - 1)),
         samples=ops.asarray(np.arange(shape[0])),
         labels=ids,
         valid=ids.size,

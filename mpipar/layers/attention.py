@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpipar.layers.base import Branch, Step
+from mpipar.layers.context import Core, Heads, LocalCore
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Parameter, cut
 from mpipar.layers.rope import Rope
@@ -25,11 +28,12 @@ Array = Any
 
 @dataclass(slots=True)
 class AttentionSaved:
-    """Inputs of the projections, fused q, k, v (rotated), and the log-sum-exp."""
+    """Inputs of the projections, fused q, k, v (rotated; None where the core keeps
+    them), and what the core needs."""
 
     inputs: LinearSaved
     qkv: Array
-    lse: Array
+    core: Any
     outputs: LinearSaved
     step: Step
 
@@ -60,15 +64,16 @@ def key_value_output(name: str, heads: int, head_width: int, tp: Any) -> Output:
 
 
 class CausalSelfAttention(Branch):
-    """y = concat_heads(softmax(q kᵀ/√h + causal mask) v) Woᵀ + bo, heads cut over tp.
+    """y = concat_heads(softmax(q kᵀ/√h + mask) v) Woᵀ + bo, heads cut over tp.
 
     Shapes    x, y (b, s/u, d)  stream layout; u = tp under sequence parallelism, else 1
               q (b, s, n/tp, h)   k, v (b, s, g', h) with g' = max(1, g/tp)
     Backward  as `Ops.attention_bwd`, then the two projections; dx summed over tp
-    Saves     the input of each projection (operand items), q k v and the log-sum-exp:
+    Saves     the input of each projection (operand items), and q k v and the
+              log-sum-exp or what the core keeps instead. On one rank:
               b·s/u·d + b·s·(2n + 2g'·tp)·h/tp + b·s·n/tp items
-    Moves     as ColumnLinear plus RowLinear
-    Flops     the projections, and 2·b·s·(s+1)·h·n/tp for scores and values
+    Moves     as ColumnLinear plus RowLinear, and as the core
+    Flops     the projections, and those of the core
     Precision softmax statistics and sums in the compute type
     Raises    nothing; divisibility of heads by tp is the recipe's rule
     Source    Vaswani et al. 2017; Shazeer 2019 (multi-query); Ainslie et al. 2023 (GQA)
@@ -88,8 +93,13 @@ class CausalSelfAttention(Branch):
         bias: bool,
         rope: Rope | None = None,
         dropout: float = 0.0,
+        window: int = 0,
+        core: Core | None = None,
     ) -> None:
+        """window: positions that a query sees, its own included, 0 = all before it;
+        core: how the sequence is cut, by itself not at all."""
         self.name, self.ops, self.rope, self.dropout = name, ops, rope, dropout
+        self.window, self.core = window, core or LocalCore(ops)
         self.head_width = width // heads
         tp = stream.tp
         self.first_head, last = cut(heads, tp.size, tp.rank)
@@ -116,39 +126,36 @@ class CausalSelfAttention(Branch):
         if self.rope is not None:
             self.rope.rotate(q, step.positions)
             self.rope.rotate(k, step.positions)
-        offset = 0
         if step.cache is not None:
-            offset = step.cache.length
             k, v = step.cache.extend(self.name, k, v)
-        o, lse = self.ops.attention_fwd(
-            q, k, v, scale=self._scale, offset=offset, dropout=self._dropout(step)
-        )
+        shared = step, self._sizes, self._dropout(step)
+        o, core = self.core.forward(q, k, v, *shared)
         y, outputs = self.outputs.forward(o.reshape(*o.shape[:2], -1), step, onto)
-        return y, AttentionSaved(inputs, qkv, lse, outputs, step)
+        kept = None if self.core.keeps_inputs else qkv
+        return y, AttentionSaved(inputs, kept, core, outputs, step)
 
     def backward_input(
         self, dy: Array, saved: AttentionSaved
     ) -> tuple[Array, AttentionLeft]:
         dout, outputs = self.outputs.backward_input(dy, saved.outputs)
-        q, k, v = self._heads(saved.qkv)
-        dqkv = self.ops.empty(saved.qkv.shape)
-        dq, dk, dv = self._heads(dqkv)
-        self.ops.attention_bwd(
-            dout.reshape(q.shape),
-            q,
-            k,
-            v,
-            saved.outputs.x.reshape(q.shape),
-            saved.lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            scale=self._scale,
-            dropout=self._dropout(saved.step),
+        b, s, _ = dout.shape
+        dout = dout.reshape(b, s, self.heads, self.head_width)
+        columns = (self.heads + 2 * self.kv_heads) * self.head_width
+        dqkv = self.ops.zeros((b, s, columns))
+        grads, step = self._heads(dqkv), saved.step
+        self.core.backward(
+            dout,
+            None if saved.qkv is None else self._heads(saved.qkv),
+            saved.outputs.x.reshape(dout.shape),
+            saved.core,
+            step,
+            self._sizes,
+            self._dropout(step),
+            grads,
         )
         if self.rope is not None:
-            self.rope.rotate(dq, saved.step.positions, inverse=True)
-            self.rope.rotate(dk, saved.step.positions, inverse=True)
+            for grad in grads[:2]:
+                self.rope.rotate(grad, step.positions, inverse=True)
         dx, inputs = self.inputs.backward_input(dqkv, saved.inputs)
         return dx, AttentionLeft(inputs, outputs)
 
@@ -157,20 +164,17 @@ class CausalSelfAttention(Branch):
         self.inputs.backward_weight(left.inputs)
 
     def cost(self, batch: int, sequence: int) -> Cost:
-        tokens, item = batch * sequence, self.ops.dtype.itemsize
         columns = (self.heads + 2 * self.kv_heads) * self.head_width
-        core = Cost(
-            flops=batch
-            * self.heads
-            * self.ops.attention_flops(sequence, self.head_width),
-            saved=tokens * (columns + self.heads) * item,
-        )
+        kept = 0 if self.core.keeps_inputs else columns
+        own = Cost(saved=batch * sequence * kept * self.ops.dtype.itemsize)
         projections = self.inputs.cost(batch, sequence)
-        return core + projections + self.outputs.cost(batch, sequence)
+        projections += self.outputs.cost(batch, sequence)
+        return own + projections + self.core.cost(batch, sequence, self._sizes)
 
     @property
-    def _scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_width)
+    def _sizes(self) -> Heads:
+        scale = 1.0 / math.sqrt(self.head_width)
+        return Heads(self.heads, self.kv_heads, self.head_width, scale, self.window)
 
     def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Views (b, s, heads, h) of q, k and v in the fused array."""
@@ -181,21 +185,29 @@ class CausalSelfAttention(Branch):
     def _dropout(self, step: Step) -> Any:
         """Factors of a tile of probabilities, by global head and position."""
         if not self.dropout or not step.training:
-            return None
+            return lambda queries, keys, head: None
 
-        def tile(bs: slice, heads: slice, rows: slice, cols: slice) -> Array:
-            sample = step.samples[bs][:, None]
-            position = step.positions[rows][None, :]
-            factors = [
-                self.ops.dropout_scale(
-                    self.dropout,
-                    cols.stop - cols.start,
-                    (position, sample, step.number),
-                    stream_key(step.seed, f"{self.name}.{self.first_head + head}"),
-                    start=cols.start,
-                )
-                for head in range(self.heads)[heads]
-            ]
-            return self.ops.xp.stack(factors, axis=1)
+        def tiles(queries: np.ndarray, keys: np.ndarray, first_head: int) -> Any:
+            first_head += self.first_head
 
-        return tile
+            def tile(bs: slice, heads: slice, rows: slice, cols: slice) -> Array:
+                sample = step.samples[bs][:, None]
+                position = self.ops.asarray(queries[rows])[None, :]
+                # Drawn for all positions from the first key to the last
+                seen = keys[cols]
+                start, width = int(seen[0]), int(seen[-1] - seen[0]) + 1
+                factors = [
+                    self.ops.dropout_scale(
+                        self.dropout,
+                        width,
+                        (position, sample, step.number),
+                        stream_key(step.seed, f"{self.name}.{head}"),
+                        start=start,
+                    )[..., seen - start]
+                    for head in range(first_head + heads.start, first_head + heads.stop)
+                ]
+                return self.ops.xp.stack(factors, axis=1)
+
+            return tile
+
+        return tiles

@@ -30,7 +30,10 @@ Array = Any
 class Step:
     """What a forward pass must know of its micro-batch; it belongs to the caller.
 
-    positions   (s,) global positions of the tokens
+    positions   (s,) global positions of the tokens that this rank holds
+    places      (b or 1, s) their places among learned positions; None = as positions
+    firsts      (b or 1, whole length) on the host: the first position of each token's
+                document; None = 0
     samples     (b,) global sample numbers, which select the dropout masks
     labels      (b, s) target ids, negative where there is none; None in generation
     valid       valid labels in the whole step, over all ranks and micro-batches
@@ -38,10 +41,13 @@ class Step:
     loss_scale  what the loss is multiplied by in the backward pass
     training    False switches dropout off
     cache       keys and values of earlier positions, in generation
+    kept        what layers make once for all of them
     """
 
     positions: Array
     samples: Array
+    places: Array | None = None
+    firsts: np.ndarray | None = None
     labels: Array | None = None
     valid: int = 1
     number: int = 0
@@ -49,6 +55,7 @@ class Step:
     loss_scale: float = 1.0
     training: bool = True
     cache: "KeyValueCache | None" = None
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
 class Layer:

@@ -89,7 +89,9 @@ class Embedding(Layer):
         ids = x
         first = self.token.box[0][0]
         x = self.stream.enter(self.ops.embedding_fwd(ids, self.token.data, first=first))
-        if self.position is not None:
+        if self.position is not None and step.places is not None:
+            x += self.ops.embedding_fwd(self._places(x, step), self.position.data)
+        elif self.position is not None:
             rows = self.stream.positions(step.positions)
             self.ops.add_positions(x, self.position.data, rows)
         x, dropout = self.dropout.forward(x, step)
@@ -105,10 +107,20 @@ class Embedding(Layer):
     def backward_weight(self, left: EmbeddingLeft) -> None:
         first = self.token.box[0][0]
         self.ops.embedding_dw(left.dy, left.ids, self.token.grad, first=first)
-        if self.position is not None:
+        if self.position is not None and left.step.places is not None:
+            rows = self._places(left.own, left.step)
+            self.ops.embedding_dw(left.own, rows, self.position.grad)
+        elif self.position is not None:
             # x = E[id] + P[position]: every sequence adds to the same rows.
             rows = self.stream.positions(left.step.positions)
             self.ops.positions_dw(left.own, rows, self.position.grad)
+
+    def _places(self, x: Array, step: Step) -> Array:
+        """Places of the own tokens of the stream.   →  (b, s/u)"""
+        own = self.stream.positions(step.places.T).T
+        return self.ops.xp.ascontiguousarray(
+            self.ops.xp.broadcast_to(own, x.shape[:2])
+        )
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence

@@ -1,6 +1,7 @@
-"""Causal attention by tiles with online softmax: no (s, s) array ever exists.
+"""Attention by tiles with online softmax: no (s, s) array ever exists.
 
-Tiles in the future of a query are skipped, forward and backward. The softmax is merged
+Each query sees a span of keys (`ops.spans`). Tiles that no query sees are skipped,
+forward and backward. The softmax is merged
 over key tiles as in Milakov & Gimelshein 2018 and Dao et al. 2022 (algorithm 1); the
 backward pass rebuilds each probability tile from the saved log-sum-exp.
 """
@@ -11,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.ops.spans import reach
+
 Array = Any
 
 QUERY_TILE = 128
 KEY_TILE = 512
 # Bytes of scores worked on at a time, so that a few such arrays stay in the L2 cache.
 TILE_BYTES = 1 << 18
-# Masks kept; a training run needs a few, generation a new one for every position.
-MASKS = 16
 
 # (sequences, query heads, queries, keys) as slices -> dropout factors of that tile
 DropoutTile = Callable[[slice, slice, slice, slice], Array]
@@ -27,13 +28,14 @@ DropoutTile = Callable[[slice, slice, slice, slice], Array]
 class AttentionOps:
     """The attention operations of `Ops`, which gives them xp, dtype and 16-bit arrays.
 
-    Shapes   q, o (b, s, n, h);  k, v (b, t, g, h), g divides n, t ≥ s;  lse (b, n, s).
-             Query i stands at key position offset + i and sees keys 0 .. offset + i.
+    Shapes   q, o (b, s, n, h);  k, v (b, t, g, h), g divides n;  lse (b, n, s);
+             spans (3, b or 1, s) as in `ops.spans`
     """
 
     xp: Any
     dtype: np.dtype
     wide: Callable[[Array], Array]
+    zeros: Callable[[tuple[int, ...]], Array]
     operand: Callable[[Array], Array]
 
     def attention_fwd(
@@ -43,10 +45,15 @@ class AttentionOps:
         v: Array,
         *,
         scale: float,
-        offset: int = 0,
+        spans: np.ndarray,
         dropout: DropoutTile | None = None,
+        part: bool = False,
     ) -> tuple[Array, Array]:
-        """o = softmax(scale · q kᵀ + causal mask) v, and its log-sum-exp."""
+        """o = softmax(scale · q kᵀ + mask) v, and its log-sum-exp; 0 and −inf for a
+        query that sees no key.
+
+        part   o is of the compute type, to be merged with that of other keys
+        """
         xp = self.xp
         b, s, n, _ = q.shape
         o = xp.empty(q.shape, self.dtype)
@@ -57,29 +64,46 @@ class AttentionOps:
         for block in self._blocks(queries, keys):
             for rows in _tiles(0, s, QUERY_TILE):
                 qt = queries[block][..., rows, :] * self.dtype.type(scale)
-                acc = peak = total = None
-                for cols in _tiles(0, offset + rows.stop, KEY_TILE):
+                shape = (*qt.shape[:-1], 1)
+                peak, total = xp.full(shape, -xp.inf, self.dtype), self.zeros(shape)
+                acc = xp.zeros_like(qt)
+                for cols in _tiles(*reach(spans, rows), KEY_TILE):
                     p = self._scores(qt, keys[block][..., cols, :], "p")
-                    self._mask_future(p, offset + rows.start, cols)
-                    top = p.max(axis=-1, keepdims=True)
-                    top = top if peak is None else xp.maximum(peak, top)
-                    p -= top
+                    self._mask(p, spans, block[0], rows, cols)
+                    top = xp.maximum(peak, p.max(axis=-1, keepdims=True))
+                    # A query that has seen no key so far: exp(−inf − 0) = 0
+                    level = xp.where(top == -xp.inf, self.dtype.type(0), top)
+                    p -= level
                     xp.exp(p, out=p)
                     mass = self.row_sum(p)
                     if dropout is not None:
                         p *= _dropout_tile(dropout, block, queries, rows, cols)
-                    part = xp.matmul(p, values[block][..., cols, :])
-                    if peak is None:
-                        acc, total = part, mass
-                    else:
-                        shrink = xp.exp(peak - top)
-                        acc = acc * shrink + part
-                        total = total * shrink + mass
+                    shrink = xp.exp(peak - level)
+                    acc = acc * shrink + xp.matmul(p, values[block][..., cols, :])
+                    total = total * shrink + mass
                     peak = top
-                acc /= total
+                some = total > 0
+                acc /= xp.where(some, total, self.dtype.type(1))
                 out[block][..., rows, :] = acc
-                stats[block][..., rows] = (peak + xp.log(total))[..., 0]
-        return self.operand(o), lse
+                total = xp.log(xp.where(some, total, self.dtype.type(1)))
+                stats[block][..., rows] = (peak + total)[..., 0]
+        return o if part else self.operand(o), lse
+
+    def attention_merge(self, o: Array, lse: Array, part: Array, level: Array) -> None:
+        """o, lse ← attention over the keys of both; part, level are those of others.
+
+        Where neither saw a key, o stays 0 and lse −inf.
+        """
+        xp = self.xp
+        top = xp.maximum(lse, level)
+        top[top == -xp.inf] = 0.0
+        mine, other = xp.exp(lse - top), xp.exp(level - top)
+        total = mine + other
+        share = 1 / xp.where(total > 0, total, self.dtype.type(1))
+        o *= (mine * share).swapaxes(1, 2)[..., None]
+        o += part * (other * share).swapaxes(1, 2)[..., None]
+        with np.errstate(divide="ignore"):
+            lse[...] = top + xp.log(total)
 
     def attention_bwd(
         self,
@@ -94,30 +118,33 @@ class AttentionOps:
         dk: Array,
         dv: Array,
         scale: float,
+        spans: np.ndarray,
         dropout: DropoutTile | None = None,
     ) -> None:
-        """Writes dq, dk, dv of o = softmax(scale · q kᵀ + mask) v, with s = t.
+        """Adds to dq, dk, dv the gradients of o = softmax(scale · q kᵀ + mask) v.
 
         D = Σ_h do·o;  P = exp(scale · q kᵀ − lse);  dv = Pᵀ do;  dS = P∘(do vᵀ − D);
         dq = scale · dS k;  dk = scale · dSᵀ q.   With dropout factors m: dv = (m∘P)ᵀ do
         and dS = P∘(m∘(do vᵀ) − D).
+
+        o, lse   over all keys that a query sees, also those that are not in k and v
         """
         xp, g = self.xp, k.shape[2]
         queries, outputs, douts = (_by_group(x, g) for x in (q, self.wide(o), do))
         keys, values, dqs, dks, dvs = (_by_group(x, g) for x in (k, v, dq, dk, dv))
         stats = lse.reshape(*queries.shape[:4])[..., None]
-        dk[...] = 0.0
-        dv[...] = 0.0
         for block in self._blocks(queries, keys):
             for rows in _tiles(0, q.shape[1], QUERY_TILE):
                 qt = queries[block][..., rows, :] * self.dtype.type(scale)
                 dot = xp.ascontiguousarray(douts[block][..., rows, :])
                 delta = self.row_sum(dot * outputs[block][..., rows, :])
                 dqt = xp.zeros_like(qt)
-                for cols in _tiles(0, rows.stop, KEY_TILE):
+                for cols in _tiles(*reach(spans, rows), KEY_TILE):
                     p = self._scores(qt, keys[block][..., cols, :], "p")
-                    self._mask_future(p, rows.start, cols)
-                    p -= stats[block][..., rows, :]
+                    self._mask(p, spans, block[0], rows, cols)
+                    # A query that sees no key at all has level −inf, and p = 0.
+                    level = stats[block][..., rows, :]
+                    p -= xp.where(level == -xp.inf, self.dtype.type(0), level)
                     xp.exp(p, out=p)
                     ds = self._scores(dot, values[block][..., cols, :], "ds")
                     kept = p
@@ -127,18 +154,19 @@ class AttentionOps:
                         kept = p * factor
                     ds -= delta
                     ds *= p
-                    if rows.start == 0:
-                        # Query 0 sees key 0 alone: its softmax is constant.
-                        ds[..., 0, :] = 0.0
+                    # The softmax of a query that sees one key is constant.
+                    alone = self._of(spans[2] == 1, block[0], rows)
+                    ds[xp.broadcast_to(alone[..., None], ds.shape)] = 0.0
                     dqt += xp.matmul(ds, keys[block][..., cols, :])
                     dks[block][..., cols, :] += _over_group(ds, qt, xp)
                     dvs[block][..., cols, :] += _over_group(kept, dot, xp)
                 dqt *= self.dtype.type(scale)
-                dqs[block][..., rows, :] = dqt
+                dqs[block][..., rows, :] += dqt
 
-    def attention_flops(self, queries: int, width: int) -> int:
-        """Multiply-adds × 2 of scores and values over one head's causal half."""
-        return 2 * queries * (queries + 1) * width
+    def attention_flops(self, pairs: int, width: int) -> int:
+        """Multiply-adds × 2 of scores and values of one head, for so many pairs of a
+        query and a key that it sees."""
+        return 4 * pairs * width
 
     def row_sum(self, x: Array) -> Array:
         """Sum over the last dim, kept as a dim of size 1."""
@@ -158,26 +186,19 @@ class AttentionOps:
         out = self.scratch(name, shape)
         return self.xp.matmul(rows, cols.swapaxes(-1, -2), out=out)
 
-    def _mask_future(self, p: Array, first: int, cols: slice) -> None:
-        """−inf where a key lies after its query; query i stands at first + i."""
-        lo = max(0, first + 1 - cols.start)
-        if lo >= p.shape[-1]:
-            return
-        p[..., lo:] += self._future(
-            p.shape[-2], p.shape[-1] - lo, cols.start + lo - first
-        )
+    def _mask(
+        self, p: Array, spans: np.ndarray, sequences: slice, rows: slice, cols: slice
+    ) -> None:
+        """−inf where a key is outside of its query's span."""
+        xp = self.xp
+        begin, end, _ = (self._of(x, sequences, rows)[..., None] for x in spans)
+        keys = xp.arange(cols.start, cols.start + p.shape[-1])
+        xp.copyto(p, self.dtype.type(-xp.inf), where=(keys < begin) | (keys >= end))
 
-    def _future(self, queries: int, keys: int, ahead: int) -> Array:
-        """−inf where ahead + j > i, else 0; kept for later.   (queries, keys)"""
-        masks = self.__dict__.setdefault("_masks", {})
-        if (queries, keys, ahead) not in masks:
-            xp = self.xp
-            later = ahead + xp.arange(keys) > xp.arange(queries)[:, None]
-            if len(masks) == MASKS:
-                masks.clear()
-            mask = xp.where(later, -xp.inf, 0.0).astype(self.dtype)
-            masks[queries, keys, ahead] = mask
-        return masks[queries, keys, ahead]
+    def _of(self, x: np.ndarray, sequences: slice, rows: slice) -> Array:
+        """(b or 1, s) numbers of queries for scores.   →  (b or 1, 1, 1, rows)"""
+        own = x[:, rows] if len(x) == 1 else x[sequences, rows]
+        return self.xp.asarray(own)[:, None, None]
 
     def _blocks(self, queries: Array, keys: Array) -> Iterator[tuple[slice, slice]]:
         """Blocks of (sequences, key/value heads) with scores within TILE_BYTES."""

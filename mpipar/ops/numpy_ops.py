@@ -226,16 +226,18 @@ class NumpyOps(KernelOps):
         v: np.ndarray,
         *,
         scale: float,
-        offset: int = 0,
+        spans: np.ndarray,
         dropout: DropoutTile | None = None,
+        part: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         if dropout is not None or not self._rows_for_blas(q, k, v):
             return super().attention_fwd(
-                q, k, v, scale=scale, offset=offset, dropout=dropout
+                q, k, v, scale=scale, spans=spans, dropout=dropout, part=part
             )
         b, s, n, h = q.shape
-        o, lse = self.empty_operand(q.shape), np.empty((b, n, s), self.dtype)
-        bits = as_bits(o)
+        o = self.empty(q.shape) if part else self.empty_operand(q.shape)
+        bits, lse = as_bits(o), np.empty((b, n, s), self.dtype)
+        run = attention.attention_part if part else attention.attention
         scale = self.dtype.type(scale)
         tile = attention.QUERY_TILE
         scores = self.scratch("scores", (self.team.size, tile * attention.KEY_TILE))
@@ -243,13 +245,22 @@ class NumpyOps(KernelOps):
         turned = self.scratch("keys turned", (self.team.size, k.shape[1] * h))
         self.team.share(
             b * k.shape[2],
-            lambda lo, hi, thread: attention.attention(
-                self._gemm, q, k, v, bits, lse, scale, offset, scores[thread],
+            lambda lo, hi, thread: run(
+                self._gemm, q, k, v, bits, lse, scale, spans, scores[thread],
                 sums[thread], turned[thread], lo, hi,
             ),
             lse.size * k.shape[1],
         )  # fmt: skip
         return o, lse
+
+    def attention_merge(
+        self, o: np.ndarray, lse: np.ndarray, part: np.ndarray, level: np.ndarray
+    ) -> None:
+        self.team.share(
+            o.shape[0] * o.shape[1],
+            lambda lo, hi, thread: attention.merge(o, lse, part, level, lo, hi),
+            o.size,
+        )
 
     def attention_bwd(
         self,
@@ -264,12 +275,14 @@ class NumpyOps(KernelOps):
         dk: np.ndarray,
         dv: np.ndarray,
         scale: float,
+        spans: np.ndarray,
         dropout: DropoutTile | None = None,
     ) -> None:
         if dropout is not None or not self._rows_for_blas(q, k, v, dq, dk, dv):
             super().attention_bwd(
-                do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, scale=scale, dropout=dropout
-            )
+                do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, scale=scale, spans=spans,
+                dropout=dropout,
+            )  # fmt: skip
             return
         do, o = np.ascontiguousarray(do), as_bits(np.ascontiguousarray(o))
         scale = self.dtype.type(scale)
@@ -280,8 +293,8 @@ class NumpyOps(KernelOps):
         self.team.share(
             q.shape[0] * k.shape[2],
             lambda lo, hi, thread: attention.attention_back(
-                self._gemm, do, q, k, v, o, lse, dq, dk, dv, scale, scratch[thread],
-                turned[thread], lo, hi,
+                self._gemm, do, q, k, v, o, lse, dq, dk, dv, scale, spans,
+                scratch[thread], turned[thread], lo, hi,
             ),
             lse.size * k.shape[1],
         )  # fmt: skip

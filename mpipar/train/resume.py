@@ -24,7 +24,7 @@ RECIPE = "recipe.toml"
 # What a model computes with the same weights
 _MODEL = (
     "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied",
-    "activation", "rope_theta", "norm_eps",
+    "activation", "rope_theta", "window", "norm_eps",
 )  # fmt: skip
 # What may change without a word: it does not change what is computed
 _FREE = (

@@ -282,6 +282,10 @@ def _methods(engine: Engine) -> list[str]:
     """How this run is laid out, besides its axes."""
     recipe, state = engine.recipe, engine.state
     methods = ["sequence parallel"] if recipe.parallel.sequence else []
+    if engine.grid.cp.size > 1:
+        cut = engine.sequence.cut
+        inner = f" ({cut.heads} ranks exchange heads)" if cut.method == "usp" else ""
+        methods.append(f"context {cut.method}{inner}")
     if engine.grid.pp.size > 1:
         blocks = ",".join(map(str, engine.block_counts))
         methods.append(f"schedule {engine.schedule.name} (blocks {blocks})")

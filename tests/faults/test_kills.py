@@ -64,9 +64,14 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def kill_one(run: Run, rng: random.Random, delay: float) -> None:
-    """Kill a rank after so many seconds, or as soon as there is one."""
-    time.sleep(delay)
+def kill_one(run: Run, rng: random.Random, start_s: float) -> None:
+    """Kill a rank: one time in three within `start_s`, else while steps are made."""
+    if rng.random() < 1 / 3 and start_s:
+        time.sleep(rng.uniform(0, start_s))
+    else:
+        # Of the first step of this part there is a line.
+        run.wait_for("  norm ")
+        time.sleep(rng.uniform(0, 1.5))
     while not (ranks := run.ranks()):
         assert not run.job.done(), run.output
         time.sleep(0.01)
@@ -82,18 +87,13 @@ def test_kills_at_random_moments(tmp_path: Path, n: int, kills: int, seed: int) 
     words = [recipe, *LAYOUTS[n], "optimizer.schedule=constant", "log.every=1000000"]
     saving = [f"checkpoint.every={EVERY}", f"checkpoint.keep={KEEP}"]
     saving += ["--out", run, "--resume", "auto"]
-    newest = begin = 0
-    for number in range(kills):
+    newest = start_s = 0
+    for _ in range(kills):
         endless = ["train", *words, *saving, "train.steps=1000000"]
         with start(n, *endless, timeout=90) as job:
-            if number == 0:
-                # How long a start takes: half of the kills or so come later.
-                began = time.monotonic()
-                job.wait_for("step 1/")
-                begin = time.monotonic() - began
-                kill_one(job, rng, rng.uniform(0, 1))
-            else:
-                kill_one(job, rng, rng.uniform(0, begin + 1.5))
+            began = time.monotonic()
+            kill_one(job, rng, start_s)
+            start_s = start_s or time.monotonic() - began
             end = job.end(20)
         assert end.status != 0 and not end.late and end.left == [], end.output
         older, newest = newest, check_newest(run)
@@ -134,8 +134,9 @@ POINTS = {
     "draft flushed": ("pathlib:Path.rename", 2, 2),
     "renamed": (f"{FOLDER}:flush", 4, 4),
     "committed": (f"{SAVER}:point_to", 2, 4),
-    "latest written": ("mpipar.checkpoint.files:flush", 11, 4),
-    "latest replaced": ("mpipar.checkpoint.files:flush", 12, 4),
+    # The first one is of metrics.jsonl.
+    "latest written": ("pathlib:Path.replace", 3, 4),
+    "latest replaced": (f"{SAVER}:prune", 2, 4),
     "prune": (f"{SAVER}:prune", 3, 6),
     "nameless": ("shutil:rmtree", 1, 6),
     "done": (f"{SAVER}:Saver._end", 2, 4),

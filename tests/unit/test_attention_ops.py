@@ -1,80 +1,34 @@
 """Attention by tiles against dense softmax attention."""
 
-import ctypes
 import tracemalloc
 
 import numpy as np
 import pytest
+from dense import HEADS, Counting, count_gemm, dense, dense_grads, inputs
+from dense import backward as any_backward
 from numeric import assert_close, numeric_gradient
 
 from mpipar.ops.attention import KEY_TILE, QUERY_TILE
 from mpipar.ops.base import Ops
-from mpipar.ops.blas import gemm_address
 from mpipar.ops.kernels import attention as kernel
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.ops.spans import causal_spans
 
 LENGTHS = [1, 2, 7, 31, 32, 33, 127, 128, 129, 224, 300, 700]
-HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
-# cblas_dgemm: order, transposes, sizes, alpha, A, lda, B, ldb, beta, C, ldc
-GEMM_ARGUMENTS = [ctypes.c_int] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_double]
-GEMM_ARGUMENTS += [ctypes.c_void_p, ctypes.c_int64] * 2
-GEMM_ARGUMENTS += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
 heads = pytest.mark.parametrize("n, g", HEADS.values(), ids=HEADS)
 
 
-def inputs(s, n, g, *, b=2, t=None, h=5, dtype="float64", scale=1.0):
-    """q, k, v as the views of one fused array that layers give."""
-    rng, t = np.random.default_rng(s), t or s
-    fused = (scale * rng.standard_normal((b, t, n + 2 * g, h))).astype(dtype)
-    q = fused[:, :s, :n] if t == s else fused[:, :s, :n].copy()
-    return q, fused[:, :, n : n + g], fused[:, :, n + g :]
+def attend(ops, q, k, v, offset=0, **options):
+    """o and log-sum-exp where query i sees keys 0 … offset + i."""
+    options["spans"] = causal_spans(q.shape[1], offset)
+    return ops.attention_fwd(q, k, v, **options)
 
 
-def shared(x, n):
-    """Keys or values, once for every query head.   (b, t, g, h) → (b, n, t, h)"""
-    return np.repeat(x, n // x.shape[2], axis=2).transpose(0, 2, 1, 3)
-
-
-def dense(q, k, v, scale, offset=0, factors=1.0):
-    """o, log-sum-exp, probabilities: plain softmax over whole score arrays."""
-    q = q.astype(np.float64).transpose(0, 2, 1, 3)
-    k, v = (shared(x.astype(np.float64), q.shape[1]) for x in (k, v))
-    scores = scale * q @ k.swapaxes(-1, -2)
-    s, t = scores.shape[-2:]
-    scores[..., np.arange(t) > offset + np.arange(s)[:, None]] = -np.inf
-    peak = scores.max(-1, keepdims=True)
-    e = np.exp(scores - peak)
-    total = e.sum(-1, keepdims=True)
-    p = e / total
-    return (factors * p @ v).transpose(0, 2, 1, 3), (peak + np.log(total))[..., 0], p
-
-
-def dense_grads(do, q, k, v, scale, factors=1.0):
-    """dq, dk, dv of `dense` by the rules of calculus."""
-    n, g = q.shape[2], k.shape[2]
-    p = factors * dense(q, k, v, scale)[2]
-    plain = dense(q, k, v, scale)[2]
-    do, q = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (do, q))
-    k, v = (shared(x.astype(np.float64), n) for x in (k, v))
-    dp = factors * (do @ v.swapaxes(-1, -2))
-    ds = plain * (dp - (dp * plain).sum(-1, keepdims=True))
-
-    def summed(x):
-        b, _, t, h = x.shape
-        return x.reshape(b, g, n // g, t, h).sum(2).transpose(0, 2, 1, 3)
-
-    dq = (scale * ds @ k).transpose(0, 2, 1, 3)
-    return dq, summed(scale * ds.swapaxes(-1, -2) @ q), summed(p.swapaxes(-1, -2) @ do)
-
-
-def backward(ops, do, q, k, v, *forward, **options):
-    """dq, dk, dv as views of one fused array, which is not zero before."""
-    n, g = q.shape[2], k.shape[2]
-    fused = np.full((*q.shape[:2], n + 2 * g, q.shape[3]), 7.0, q.dtype)
-    dq, dk, dv = fused[:, :, :n], fused[:, :, n : n + g], fused[:, :, n + g :]
-    ops.attention_bwd(do, q, k, v, *forward, dq=dq, dk=dk, dv=dv, **options)
-    return dq, dk, dv
+def backward(*arguments, **options):
+    """What is added to dq, dk, dv where a query sees the keys before it."""
+    spans = causal_spans(arguments[1].shape[1])
+    return any_backward(*arguments, spans=spans, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -85,7 +39,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(s, n, g, dtype):
     q, k, v = inputs(s, n, g, dtype=dtype)
     do = np.random.default_rng(1).standard_normal(q.shape).astype(dtype)
     kept = [x.copy() for x in (do, q, k, v)]
-    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    o, lse = attend(ops, q, k, v, scale=0.6)
     assert o.dtype == lse.dtype == dtype
     expected = dense(q, k, v, 0.6)
     assert_close(o, expected[0], tolerance, "o")
@@ -107,7 +61,7 @@ def test_gradients_are_finite_differences(ops, n, g):
     do = np.random.default_rng(1).standard_normal(q.shape)
 
     def forward():
-        return ops.attention_fwd(q, k, v, scale=0.6)
+        return attend(ops, q, k, v, scale=0.6)
 
     grads = backward(ops, do, q, k, v, *forward(), scale=0.6)
     for gradient, x in zip(grads, (q, k, v), strict=True):
@@ -119,8 +73,8 @@ def test_gradients_are_finite_differences(ops, n, g):
 @heads
 def test_queries_behind_cached_keys_see_all_of_them(s, t, n, g):
     q, k, v = inputs(s, n, g, t=t)
-    o, lse = NumpyOps("float64").attention_fwd(q, k, v, scale=0.6, offset=t - s)
-    expected = dense(q, k, v, 0.6, offset=t - s)
+    o, lse = attend(NumpyOps("float64"), q, k, v, t - s, scale=0.6)
+    expected = dense(q, k, v, 0.6)
     assert_close(o, expected[0], 1e-12)
     assert_close(lse, expected[1], 1e-12)
 
@@ -128,11 +82,11 @@ def test_queries_behind_cached_keys_see_all_of_them(s, t, n, g):
 def test_one_query_at_a_time_gives_the_whole_sequence():
     q, k, v = inputs(140, 4, 2)
     ops = NumpyOps("float64")
-    whole, _ = ops.attention_fwd(q, k, v, scale=0.6)
+    whole, _ = attend(ops, q, k, v, scale=0.6)
     for i in (0, 1, 127, 128, 139):
         seen = slice(0, i + 1)
-        one, _ = ops.attention_fwd(
-            q[:, i : i + 1], k[:, seen], v[:, seen], scale=0.6, offset=i
+        one, _ = attend(
+            ops, q[:, i : i + 1], k[:, seen], v[:, seen], scale=0.6, offset=i
         )
         assert_close(one[:, 0], whole[:, i], 1e-13)
 
@@ -146,12 +100,12 @@ def test_dropout_factors_are_applied_tile_by_tile(s, n, g):
     factors = (rng.random((2, n, s, s)) > 0.4) / 0.6
     do = rng.standard_normal(q.shape)
     options = {"scale": 0.6, "dropout": lambda *tile: factors[tile]}
-    o, lse = ops.attention_fwd(q, k, v, **options)
+    o, lse = attend(ops, q, k, v, **options)
     expected = dense(q, k, v, 0.6, factors=factors)
     assert_close(o, expected[0], 1e-12)
     assert_close(lse, expected[1], 1e-12)
     grads = backward(ops, do, q, k, v, o, lse, **options)
-    for x, y in zip(grads, dense_grads(do, q, k, v, 0.6, factors), strict=True):
+    for x, y in zip(grads, dense_grads(do, q, k, v, 0.6, factors=factors), strict=True):
         assert_close(x, y, 1e-12)
 
 
@@ -161,7 +115,7 @@ def test_scores_of_500_stay_finite_without_warning(s, dtype):
     ops = NumpyOps(dtype)
     q, k, v = inputs(s, 2, 1, h=1, dtype=dtype)
     q[...], k[...] = np.sign(q), 500 * np.sign(k)
-    o, lse = ops.attention_fwd(q, k, v, scale=1.0)
+    o, lse = attend(ops, q, k, v, scale=1.0)
     expected = dense(q, k, v, 1.0)
     assert_close(o, expected[0], 1e-5)
     assert_close(lse, expected[1], 1e-5)
@@ -195,7 +149,7 @@ def one_position(q, k, v):
     """(o, lse), (dq, dk, dv) and the upstream gradient."""
     ops, scale = NumpyOps(q.dtype), q.shape[-1] ** -0.5
     do = np.random.default_rng(1).standard_normal(q.shape).astype(q.dtype)
-    forward = ops.attention_fwd(q, k, v, scale=scale)
+    forward = attend(ops, q, k, v, scale=scale)
     return forward, backward(ops, do, q, k, v, *forward, scale=scale), do
 
 
@@ -206,27 +160,11 @@ def test_no_array_of_all_scores_exists():
     s, ops = 4096, NumpyOps("float32")
     q, k, v = inputs(s, 1, 1, b=1, h=8, dtype="float32")
     tracemalloc.start()
-    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    o, lse = attend(ops, q, k, v, scale=0.6)
     backward(ops, o, q, k, v, o, lse, scale=0.6)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < s * s * 4 / 16
-
-
-class Counting:
-    """NumPy, but it adds up the multiply-adds of its matrix products."""
-
-    def __init__(self):
-        self.products, self.flops = 0, 0
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    def matmul(self, a, b, **options):
-        out = np.matmul(a, b, **options)
-        self.products += 1
-        self.flops += 2 * out.size * a.shape[-1]
-        return out
 
 
 def causal_tiles(s, query_tile, key_tile):
@@ -245,14 +183,14 @@ def test_tiles_in_the_future_are_skipped(s, n, g):
     tiles = list(causal_tiles(s, QUERY_TILE, KEY_TILE))
     scores = 2 * n * h * sum(rows * cols for rows, cols in tiles)
     ops.xp = forward = Counting()
-    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    o, lse = attend(ops, q, k, v, scale=0.6)
     assert forward.flops == 2 * scores
     assert forward.products % len(tiles) == 0
     ops.xp = counted = Counting()
     backward(ops, o, q, k, v, o, lse, scale=0.6)
     assert counted.flops == 5 * scores
     # Whole tiles on the diagonal are all that is spent beyond the exact causal half.
-    exact = n * ops.attention_flops(s, h)
+    exact = n * ops.attention_flops(s * (s + 1) // 2, h)
     assert exact == 2 * 2 * n * h * s * (s + 1) // 2
     assert exact <= forward.flops <= exact + 2 * n * h * s * QUERY_TILE * 2
 
@@ -262,19 +200,10 @@ def test_tiles_in_the_future_are_skipped(s, n, g):
 def test_kernels_skip_tiles_in_the_future(s, n, g):
     ops, h = NumpyOps("float64"), 4
     q, k, v = inputs(s, n, g, b=1, h=h)
-    products = []
-    gemm = ctypes.CFUNCTYPE(None, *GEMM_ARGUMENTS)
-    true = gemm(gemm_address("float64"))
-
-    @gemm
-    def counted(*arguments):
-        products.append(2 * arguments[3] * arguments[4] * arguments[5])
-        true(*arguments)
-
-    ops._gemm = ctypes.cast(counted, ctypes.c_void_p).value
+    products = count_gemm(ops)
     tiles = list(causal_tiles(s, kernel.QUERY_TILE, kernel.KEY_TILE))
     scores = 2 * n * h * sum(rows * cols for rows, cols in tiles)
-    o, lse = ops.attention_fwd(q, k, v, scale=0.6)
+    o, lse = attend(ops, q, k, v, scale=0.6)
     assert sum(products) == 2 * scores
     products.clear()
     backward(ops, o, q, k, v, o, lse, scale=0.6)
@@ -289,6 +218,6 @@ def test_dropout_tiles_cover_the_causal_half_once():
         return np.ones(seen[where].shape)
 
     q, k, v = inputs(s, 4, 2, h=2)
-    NumpyOps("float64").attention_fwd(q, k, v, scale=0.6, dropout=tile)
+    attend(NumpyOps("float64"), q, k, v, scale=0.6, dropout=tile)
     assert (seen[..., np.tri(s, dtype=bool)] == 1).all()
     assert seen.max() == 1

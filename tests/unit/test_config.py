@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from math import prod
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mpipar.config import AXES, Recipe, read_recipe, replace, resolve, to_toml
-from mpipar.config.recipe import SECTIONS
+from mpipar.config.context_rules import heads_fit
+from mpipar.config.recipe import METHODS, SECTIONS
 from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 
@@ -115,6 +117,9 @@ def test_a_missing_field_says_what_it_is_and_what_passes():
         ("optimizer.min_lr=2", "optimizer.min_lr = 2 must be a number from 0 to 1"),
         ("log.timeout_s=0", "log.timeout_s = 0 must be a number above 0"),
         ("parallel.bucket_mb=0.0", "parallel.bucket_mb = 0.0 must be a number above 0"),
+        ("parallel.context=0", "must be a whole number from 1 to 2147483647; try 1"),
+        ("model.window=-1", "must be a whole number from 0 to 2147483647; try 0"),
+        ("data.end_token=-2", "must be a whole number from -1 to 2147483647; try -1"),
         # One of a few words.
         (
             "model.family=gtp",
@@ -129,6 +134,16 @@ def test_a_missing_field_says_what_it_is_and_what_passes():
             "log.progress=line",
             'log.progress = "line" must be "auto", "bar", "lines" or "none"; '
             'try "lines"',
+        ),
+        (
+            "parallel.context_method=rings",
+            'parallel.context_method = "rings" must be "ring", "zigzag", "striped", '
+            '"allgather", "ulysses" or "usp"; try "ring"',
+        ),
+        (
+            "data.documents=separated",
+            'data.documents = "separated" must be "joined" or "separate"; '
+            'try "separate"',
         ),
         (
             'parallel.order=["dp", "tp", "dp"]',
@@ -297,6 +312,21 @@ def values_of(field) -> st.SearchStrategy:
 
 
 @st.composite
+def contexts(draw, heads: int, kv_heads: int) -> dict:
+    """Any way to share sequences that so many heads of a tensor rank allow."""
+    ranks, method = draw(st.integers(1, 6)), draw(st.sampled_from(METHODS))
+    fitting = [
+        n
+        for n in range(1, ranks + 1)
+        if ranks % n == 0 and heads_fit(n, heads, kv_heads)
+    ]
+    asked = draw(st.sampled_from([0, *fitting])) if method == "usp" else 0
+    if method == "ulysses":
+        ranks = draw(st.sampled_from(fitting))
+    return {"context": ranks, "context_method": method, "ulysses": asked}
+
+
+@st.composite
 def recipes(draw) -> Recipe:
     """Any recipe that keeps the rules between fields."""
     tables = {
@@ -316,6 +346,7 @@ def recipes(draw) -> Recipe:
     sharded = tables["parallel"]["zero"] > 0
     tables["parallel"] |= {"tensor": tensor, "data": data}
     tables["parallel"] |= {"zero_shard": shard if sharded else 0}
+    tables["parallel"] |= draw(contexts(heads // tensor, groups // tensor))
     stages, schedule = draw(st.integers(1, 4)), draw(st.sampled_from(list(NEEDS)))
     least, most = NEEDS[schedule].chunks
     chunks = draw(st.integers(least, most or 5))
@@ -338,7 +369,7 @@ def recipes(draw) -> Recipe:
 @given(recipes())
 def test_any_valid_recipe_survives_writing_and_reading(recipe):
     assert read_recipe(to_toml(recipe)) == recipe
-    ranks = recipe.parallel.tensor * recipe.parallel.data * recipe.parallel.pipeline
+    ranks = prod(recipe.parallel.axes.values())
     assert read_recipe(to_toml(recipe), ranks=ranks) == resolve(recipe, ranks) == recipe
 
 

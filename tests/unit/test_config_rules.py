@@ -85,12 +85,14 @@ def test_reading_with_ranks_also_resolves():
         (1, ["train.steps=5", "optimizer.warmup=5"]),
         (1, ["model.width=60", "model.heads=4"]),
         (4, ['parallel.order=["dp","tp","cp","pp"]', "parallel.tensor=2"]),
+        (2, ["parallel.context=2", "model.context=7"]),
+        (8, ["parallel.context=4", "parallel.tensor=2"]),
     ],
 )
 def test_a_legal_layout_resolves(ranks, overrides):
     """A30: shared key/value heads and uneven vocabularies are legal."""
     axes = resolve(recipe_of(*overrides), ranks).parallel.axes
-    assert axes["tp"] * axes["dp"] == ranks
+    assert axes["tp"] * axes["cp"] * axes["dp"] == ranks
 
 
 def test_the_vocabulary_is_never_padded():
@@ -192,6 +194,28 @@ def test_a_tensor_size_that_does_not_cut_the_model_is_refused(
             ["parallel.tensor=2", "parallel.data=2"],
             "the product parallel.tensor * parallel.data = 2 * 2 = 4 must equal the "
             "number of ranks, 3; try ranks = 4",
+        ),
+        (
+            6,
+            ["parallel.context=4"],
+            "the product parallel.context = 4 times parallel.data must equal the "
+            "number of ranks, 6, but 4 does not divide 6; try parallel.context = 3 or "
+            "6, or ranks = 4 or 8",
+        ),
+        (
+            6,
+            ["parallel.tensor=2", "parallel.context=2"],
+            "the product parallel.tensor = 2 times parallel.context = 2 times "
+            "parallel.data must equal the number of ranks, 6, but 2 * 2 does not "
+            "divide 6; try parallel.tensor = 1, or parallel.context = 1 or 3, or "
+            "ranks = 4 or 8",
+        ),
+        (
+            12,
+            ["parallel.context=3", "parallel.tensor=2", "parallel.data=4"],
+            "the product parallel.tensor * parallel.context * parallel.data = 2 * 3 * "
+            "4 = 24 must equal the number of ranks, 12; try parallel.tensor = 1, or "
+            "parallel.data = 2, or ranks = 24",
         ),
     ],
 )

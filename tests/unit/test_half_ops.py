@@ -7,6 +7,7 @@ from numeric import assert_close, from_half, to_half
 from mpipar.ops import Ops, bf16_obstacle
 from mpipar.ops.half_ops import HalfOps
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.ops.spans import causal_spans
 
 # Half a unit in the last of 8 or 11 bits, and a little for other rounding before it.
 ROUNDING = {"bf16": 2.0**-8 * 1.01, "fp16": 2.0**-11 * 1.01}
@@ -115,14 +116,18 @@ def test_swiglu_writes_operands(ops):
 def test_attention_writes_operands_and_reads_them_back(ops, s):
     fused, do = draw(2, s, 8, 16), draw(2, s, 4, 16, seed=1)
     q, k, v = fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]
-    o, lse = ops.attention_fwd(q, k, v, scale=0.25)
-    exact, _ = PLAIN.attention_fwd(q, k, v, scale=0.25)
+    options = {"scale": 0.25, "spans": causal_spans(s)}
+    o, lse = ops.attention_fwd(q, k, v, **options)
+    exact, _ = PLAIN.attention_fwd(q, k, v, **options)
     assert_rounds(ops, o, exact)
+    part, level = ops.attention_fwd(q, k, v, **options, part=True)
+    assert part.dtype == np.float32 and np.array_equal(level, lse)
+    assert_close(part, exact, 1e-5)
     grads = []
     for kind, out in ((ops, o), (PLAIN, from_half(o))):
-        d = np.empty_like(fused)
+        d = np.zeros_like(fused)
         views = {"dq": d[:, :, :4], "dk": d[:, :, 4:6], "dv": d[:, :, 6:]}
-        kind.attention_bwd(do, q, k, v, out, lse, scale=0.25, **views)
+        kind.attention_bwd(do, q, k, v, out, lse, **options, **views)
         grads.append(d)
     assert_close(grads[0], grads[1], 1e-5)
 

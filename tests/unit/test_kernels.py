@@ -11,6 +11,7 @@ from numeric import assert_close
 from mpipar.ops.blas import add_product
 from mpipar.ops.kernels import intrinsics
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.ops.spans import causal_spans
 from mpipar.ops.team import Team
 
 
@@ -109,12 +110,15 @@ def losses_and_gradients(threads, dtype):
     ops.linear_dw(z, x, dw)
     heads = x.reshape(4, 150, 6, 16)
     q, k, v = heads[:, :, :2], heads[:, :, 2:4], heads[:, :, 4:]
-    o, lse = ops.attention_fwd(q, k, v, scale=0.25)
-    grads = np.empty_like(heads)
+    options = {"scale": 0.25, "spans": causal_spans(150)}
+    o, lse = ops.attention_fwd(q, k, v, **options)
+    grads = np.zeros_like(heads)
     views = {"dq": grads[:, :, :2], "dk": grads[:, :, 2:4], "dv": grads[:, :, 4:]}
-    ops.attention_bwd(o, q, k, v, o, lse, scale=0.25, **views)
+    ops.attention_bwd(o, q, k, v, o, lse, **options, **views)
+    both, level = np.ones((4, 150, 2, 16), dtype), np.zeros_like(lse)
+    ops.attention_merge(both, level, o, lse)
     square = np.array([ops.square_sum(np.tile(x.reshape(-1), 9))])
-    return [y, dx, dgain, dbias, z, dw, o, lse, grads, square]
+    return [y, dx, dgain, dbias, z, dw, o, lse, grads, both, level, square]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -266,7 +266,7 @@ def test_logits_from_a_cache_are_those_of_the_whole_prefix(family):
     section = SimpleNamespace(
         family=family, layers=2, width=8, heads=4, kv_heads=2, ffn=12, context=9,
         vocab=VOCAB, tied=False, dropout=RATE, activation="gelu", rope_theta=100.0,
-        norm_eps=1e-5,
+        window=0, norm_eps=1e-5,
     )  # fmt: skip
     whole = build_model(section, ops=OPS, tp=TP, sequence=False)
     FlatState(whole.groups().parameters, OPS).initialize(0)
@@ -292,3 +292,30 @@ def test_embedding_rows_of_absent_ids_get_no_gradient():
     made.layer.backward(np.ones((BATCH, 5, 8)), saved)
     expected = np.bincount(ids.ravel(), minlength=VOCAB)[:, None] * np.ones(8)
     assert np.array_equal(made.layer.token.grad, expected)
+
+
+# --- documents ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_packed_documents_train_as_if_each_were_alone(family):
+    """A09: places begin anew, and no document sees another."""
+    s, build = 17, model(family, is_tied=True)
+    packed = Made(Case("", build, "ids", "loss", is_packed=True), TP, s)
+    step, x = packed.step, packed.x()
+    total, saved = packed.layer.forward(x, step)
+    packed.layer.backward(None, saved)
+    single = Made(Case("", build, "ids", "loss"), TP, s)
+    losses, firsts = [], step.firsts
+    for row, first in {(r, f) for r in range(BATCH) for f in firsts[r]}:
+        here = np.flatnonzero(firsts[row] == first)
+        one = Step(
+            np.arange(len(here)), step.samples[[row]],
+            labels=step.labels[[row]][:, here], valid=step.valid,
+        )  # fmt: skip
+        loss, saved = single.layer.forward(x[[row]][:, here], one)
+        single.layer.backward(None, saved)
+        losses.append(loss)
+    assert len(losses) == 5
+    assert total == pytest.approx(sum(losses), rel=1e-12)
+    assert_close(packed.flat.grad, single.flat.grad, 1e-12)

@@ -86,7 +86,8 @@ def test_training_goes_where_fp32_goes(family, half):
 def test_what_layers_save_is_what_they_say(family, way, half):
     engine = engine_of(half, f"model.family={family}", way=way)
     batch = make_batch(engine.recipe, 0)
-    step = Step(np.arange(16), batch.samples, batch.labels, count_valid(batch))
+    labels = {"labels": batch.labels, "valid": count_valid(batch)}
+    step = Step(np.arange(16), batch.samples, **labels)
     x, kept = batch.tokens, []
     for unit in engine.model.units:
         x, saved = unit.forward(x, step)

@@ -66,6 +66,13 @@ def adam(draw, **options):
     return flat | {"v": np.abs(flat["v"]), "step": 3} | ADAM | options
 
 
+def parts_of_attention(draw):
+    """Outputs and log-sum-exps over two sets of keys."""
+    o, part = (draw(draw.b, draw.s, 2, draw.width) for _ in "12")
+    lse, level = (9 * draw(draw.b, 2, draw.s) for _ in "12")
+    return {"o": o, "lse": lse, "part": part, "level": level}
+
+
 def fused_heads(draw):
     """A query view of a fused array, and a rotation."""
     half = min(draw.width, 20)
@@ -113,6 +120,7 @@ CALLS = [
                                   "theta": 10000.0}),
     Call("rope", fused_heads, ("x",)),
     Call("rope", lambda d: fused_heads(d) | {"inverse": True}, ("x",), "rope inverse"),
+    Call("attention_merge", parts_of_attention, ("o", "lse")),
     Call("embedding_fwd", lambda d: {"ids": d.ids(0, 9), "table": d(4, d.width),
                                      "first": 3}),
     Call("embedding_dw", lambda d: {"dy": d.rows(), "ids": d.ids(0, 9),

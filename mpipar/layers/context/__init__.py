@@ -1,5 +1,33 @@
-"""How a sequence is cut over the context-parallel axis."""
+"""How a sequence is cut over the context-parallel axis, and attention over the cuts."""
 
-from mpipar.layers.context.positions import held_positions
+from typing import Any
 
-__all__ = ["held_positions"]
+from mpipar.layers.context.core import Core, Heads, LocalCore
+from mpipar.layers.context.cut import LAYOUTS, Cut, held_positions
+from mpipar.layers.context.gathered import GatheredCore
+from mpipar.layers.context.ring import RingCore
+from mpipar.layers.context.ulysses import UlyssesCore
+from mpipar.ops import Ops
+
+__all__ = [
+    "LAYOUTS",
+    "Core",
+    "Cut",
+    "Heads",
+    "LocalCore",
+    "held_positions",
+    "make_core",
+]
+
+
+def make_core(ops: Ops, cut: Cut, inner: Any, outer: Any) -> Core:
+    """The attention core for a cut.
+
+    inner   communicator of the neighbours that exchange heads;  outer  of the ranks
+            with the same place among those, which exchange keys and values
+    """
+    core: Core = LocalCore(ops)
+    if outer.size > 1:
+        kind = GatheredCore if cut.method == "allgather" else RingCore
+        core = kind(ops, outer, cut)
+    return core if inner.size == 1 else UlyssesCore(ops, inner, core)

@@ -1,0 +1,97 @@
+"""Keys and values of the whole sequence on every rank, for as long as attention runs.
+
+Source   Llama team 2024 (The Llama 3 herd of models), section 3.3.2
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpipar.comm import P, R, S
+from mpipar.layers.base import Step
+from mpipar.layers.context.core import Core, Dropout, Heads, mean_pairs, spans_of
+from mpipar.layers.context.cut import Cut
+from mpipar.layers.cost import Cost, move
+from mpipar.ops import Ops
+
+Array = Any
+
+
+class GatheredCore(Core):
+    """Every rank gathers the keys and values of all n; scores as on one rank.
+
+    Saves     the log-sum-exp, b·s·n items; keys and values are gathered again
+    Moves     forward all-gather, backward all-gather and reduce-scatter, of
+              2·b·(n·s)·g·h items, (n−1)/n of which are sent
+    Holds     keys and values of the whole sequence twice, backward also their gradients
+    """
+
+    def __init__(self, ops: Ops, axis: Any, cut: Cut) -> None:
+        self.ops, self.axis, self.cut = ops, axis, cut
+
+    def forward(
+        self, q: Array, k: Array, v: Array, step: Step, heads: Heads, dropout: Dropout
+    ) -> tuple[Array, Array]:
+        k, v = self._whole(k, v)
+        queries, keys = self._places(k)
+        return self.ops.attention_fwd(
+            q, k, v, scale=heads.scale, spans=spans_of(step, heads, queries, keys),
+            dropout=dropout(queries, keys, 0),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        do: Array,
+        inputs: tuple[Array, Array, Array] | None,
+        o: Array,
+        saved: Array,
+        step: Step,
+        heads: Heads,
+        dropout: Dropout,
+        grads: tuple[Array, Array, Array],
+    ) -> None:
+        q, k, v = inputs
+        k, v = self._whole(k, v)
+        (queries, keys), (dq, dk, dv) = self._places(k), grads
+        sums = self.ops.zeros((2, *k.shape))
+        self.ops.attention_bwd(
+            do, q, k, v, o, saved, dq=dq, dk=sums[0], dv=sums[1], scale=heads.scale,
+            spans=spans_of(step, heads, queries, keys),
+            dropout=dropout(queries, keys, 0),
+        )  # fmt: skip
+        length, parts = k.shape[1], []
+        for rank in range(self.axis.size):
+            parts.append(sums[:, :, self.cut.of_block(length, rank)])
+        own = self.axis.reduce_scatter(self.ops.xp.concatenate(parts))
+        dk += own[0]
+        dv += own[1]
+
+    def positions(self, length: int) -> np.ndarray:
+        return self.cut.of_block(length, self.axis.rank)
+
+    def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
+        n, item = self.axis.size, self.ops.dtype.itemsize
+        flops = self.ops.attention_flops(mean_pairs(sequence, n, heads), heads.width)
+        whole = 2 * batch * sequence * n * heads.keys * heads.width * item
+        here = Cost(
+            flops=batch * heads.queries * flops,
+            saved=batch * sequence * heads.queries * item,
+        )
+        for source, target in ((S(0), R), (S(0), R), (P, S(0))):
+            here += move(self.axis.name, n, source, target, whole)
+        return here
+
+    def _whole(self, k: Array, v: Array) -> Array:
+        """Keys and values of all ranks, by position.   →  (2, b, n·s, g, h)"""
+        gathered = self.axis.all_gather(self.ops.xp.stack([k, v]))
+        b, s, g, h = k.shape
+        length = s * self.axis.size
+        whole = self.ops.empty((2, b, length, g, h))
+        for rank in range(self.axis.size):
+            places = self.cut.of_block(length, rank)
+            whole[:, :, places] = gathered[2 * rank : 2 * rank + 2]
+        return whole
+
+    def _places(self, k: Array) -> tuple[np.ndarray, np.ndarray]:
+        length = k.shape[1]
+        return self.positions(length), np.arange(length)
