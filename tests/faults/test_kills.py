@@ -70,7 +70,7 @@ def kill_one(run: Run, rng: random.Random, start_s: float) -> None:
         time.sleep(rng.uniform(0, start_s))
     else:
         # Of the first step of this part there is a line.
-        run.wait_for("  norm ")
+        run.wait_for("  norm ", 90)
         time.sleep(rng.uniform(0, 1.5))
     while not (ranks := run.ranks()):
         assert not run.job.done(), run.output
@@ -90,7 +90,7 @@ def test_kills_at_random_moments(tmp_path: Path, n: int, kills: int, seed: int) 
     newest = start_s = 0
     for _ in range(kills):
         endless = ["train", *words, *saving, "train.steps=1000000"]
-        with start(n, *endless, timeout=90) as job:
+        with start(n, *endless, timeout=150) as job:
             began = time.monotonic()
             kill_one(job, rng, start_s)
             start_s = start_s or time.monotonic() - began

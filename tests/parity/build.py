@@ -330,12 +330,12 @@ def find_idle(grads: dict[str, np.ndarray]) -> set[str]:
     """Tensors whose gradient is only rounding beside that of their layer.
 
     Without RoPE all keys may move together, so the key bias has no gradient; with one
-    position neither queries nor keys have any.
+    position neither queries nor keys have any. Without labels nothing has.
     """
     return {
         name
         for name, x in grads.items()
-        if np.linalg.norm(x) < 100 * np.finfo(x.dtype).eps * layer_norm(name, grads)
+        if np.linalg.norm(x) <= 100 * np.finfo(x.dtype).eps * layer_norm(name, grads)
     }
 
 

@@ -129,9 +129,10 @@ def test_a_shared_sequence_gives_what_one_rank_computes(
 
 
 @pytest.mark.parametrize(NAMES, list(cases(LAYOUTS + WIDE, pytest.mark.full)))
-def test_every_mask_agrees(comm, ranks, words, method, place, number):
-    for turn, mask in enumerate(MASKS):
-        case = chosen(place, number, turn + 1) | {"mask": mask}
+def test_more_of_everything_agrees(comm, ranks, words, method, place, number):
+    """Two masks of each method, the other two of the next one."""
+    for turn, mask in enumerate(list(MASKS)[number % 2 :: 2], 1):
+        case = chosen(place, number, turn) | {"mask": mask}
         recipe = make_recipe(ranks, *changes(ranks, words, method, case))
         assert compare(recipe, comm, steps=2).above(FP64) == {}, case
 

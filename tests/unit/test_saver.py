@@ -275,12 +275,13 @@ def test_everything_is_on_disk_before_it_has_its_name(
     spy(os, "fsync", opened)
     spy(PatientFile, "write", lambda file, *_: file._file.name)
     spy(Path, "write_text", lambda path, *_, **named: path)
+    spy(Path, "write_bytes", lambda path, *_: path)
     spy(os, "rename", lambda old, new: new)
     spy(os, "replace", lambda old, new: new)
     spy(os, "rmdir", lambda path, **_: path)
     folder = save(tmp_path, 20, keep=1).folder
     named = events.index(("rename", "step_00000020"))
-    writes = ("pwrite", "write", "write_text")
+    writes = ("pwrite", "write", "write_text", "write_bytes")
     for file in names(folder):
         changed = max(
             i for i, e in enumerate(events) if e[1] == file and e[0] in writes
