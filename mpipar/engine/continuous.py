@@ -229,6 +229,7 @@ class ContinuousEngine(Engine):
     def restore(self, folder: Path, manifest: Manifest) -> None:
         # The next batch is of states[0], which has seen less than the other one
         self.state = self.states[1]
+        self.flat = self.state.flat
         super().restore(folder, manifest)
         if self.loss_scale.value == manifest.progress.loss_scale:
             self._again_scale = manifest.progress.open_scale

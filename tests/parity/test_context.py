@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
+from parity import test_continuous
 from parity.build import (
     FP32,
     FP64,
@@ -17,6 +18,7 @@ from parity.build import (
     make_recipe,
     own_batches,
     serial_engine,
+    write_tokens,
 )
 from parity.test_resume import hops
 
@@ -28,6 +30,7 @@ from mpipar.engine.sequence import OwnSequence
 from mpipar.layers.context import ring
 from mpipar.layers.context.ulysses import UlyssesCore
 from mpipar.layers.rope import Rope
+from mpipar.verify import run_verification
 
 # The tokens of a batch are below 11, so that most sequences have several documents.
 END = "data.documents=separate data.end_token=3"
@@ -56,7 +59,7 @@ WIDE = [
     (6, f"parallel.context=3 {PP2} parallel.zero=2"),
     (8, "parallel.context=8 parallel.zero=3"),
     (8, f"parallel.context=4 {TP2} parallel.sequence=true"),
-    (8, f"parallel.context=4 {PP2} parallel.schedule=zb-h1"),
+    (8, f"parallel.context=4 {PP2} parallel.partition=measured"),
     (8, "parallel.context=4 parallel.zero=2"),
     (8, f"{CP2} {TP2} {PP2} parallel.schedule=zb-v"),
     (8, f"{CP2} parallel.zero=3 parallel.zero_shard=4 "
@@ -128,7 +131,7 @@ def test_a_shared_sequence_gives_what_one_rank_computes(
     assert compare(recipe, comm, steps=2).above(FP64) == {}
 
 
-@pytest.mark.parametrize(NAMES, list(cases(LAYOUTS + WIDE, pytest.mark.full)))
+@pytest.mark.parametrize(NAMES, list(cases(WIDE, pytest.mark.full)))
 def test_more_of_everything_agrees(comm, ranks, words, method, place, number):
     """Two masks of each method, the other two of the next one."""
     for turn, mask in enumerate(list(MASKS)[number % 2 :: 2], 1):
@@ -154,6 +157,22 @@ def test_the_standard_tier_covers_every_pair():
     assert sizes == [8, 6, *(len(values) for values, _ in FACTORS.values())]
     for a, b in combinations(range(len(sizes)), 2):
         assert len({(row[a], row[b]) for row in rows}) == sizes[a] * sizes[b]
+
+
+@pytest.mark.parametrize("words", ["", "parallel.zero=2 model.context=13"])
+@pytest.mark.mpi(4)
+def test_training_without_a_break_agrees(comm, words):
+    changes = f"{CP2} {PP2} train.micro_batch=6 {words}"
+    test_continuous.test_it_is_the_serial_loop_with_a_delay(comm, 4, changes)
+
+
+@pytest.mark.parametrize("method", ["striped", "usp"])
+@pytest.mark.mpi(2)
+def test_verify_agrees(comm, tmp_path, method):
+    words = f"{CP2} parallel.context_method={method} model.context=15 {MASKS['both']}"
+    source = f"data.source={write_tokens(comm, tmp_path)}"
+    recipe = make_recipe(2, source, *words.split())
+    assert run_verification(recipe, comm, steps=2) is True
 
 
 # Evaluation, and what it says about the masks

@@ -186,7 +186,9 @@ def matrix():
                 usual = layouts is FOUR and source % 4 == list(MODELS).index(model)
                 few = [every[step] for step in ((0, 5) if usual else (0, 1, 5))]
                 whole = layouts is FOUR and model == "llama" and not usual
-                if layouts is EIGHT and model != "llama":
+                if layouts is EIGHT and (model != "llama" or source % 3):
+                    continue
+                if layouts is FOUR and not usual and source % 2:
                     continue
                 marks = [pytest.mark.mpi(4 if layouts is FOUR else 8, timeout=240)]
                 marks += [] if usual else [pytest.mark.full]
