@@ -1,7 +1,7 @@
 """A sequence of 131,072 tokens trains on 4 ranks in memory that is too little for one.
 
 What a process may hold beside the engine is limited. Most bytes beside it, measured:
-242 MB on each of 4 ranks, 935 MB on one; they grow in step with the tokens of a rank.
+247 MB on each of 4 ranks, 1033 MB on one; they grow in step with the tokens of a rank.
 """
 
 import json
