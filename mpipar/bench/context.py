@@ -102,9 +102,7 @@ def _cores(grid: Grid, heads: int, kv_heads: int) -> dict[str, tuple[Core, Cut]]
         if not heads_fit(exchanging, heads, kv_heads):
             continue
         cut = Cut(method, n, exchanging)
-        inner = grid.cp if exchanging == n else grid.sub("cp", exchanging)
-        outer = grid.cp if exchanging == 1 else grid.across("cp", exchanging)
-        made[method] = make_core(ops, cut, inner, outer), cut
+        made[method] = make_core(ops, cut, grid), cut
     return made
 
 

@@ -8,7 +8,6 @@ from mpipar.checkpoint.folder import (
     step_of,
 )
 from mpipar.checkpoint.fragments import Fragment, fragments_of, whole_fragments
-from mpipar.checkpoint.gather import global_arrays
 from mpipar.checkpoint.inspect import Damage, Entry, Verdict, look, verify
 from mpipar.checkpoint.load import load
 from mpipar.checkpoint.manifest import MANIFEST, Manifest, Progress, read_manifest
@@ -30,7 +29,6 @@ __all__ = [
     "checkpoints",
     "find_checkpoint",
     "fragments_of",
-    "global_arrays",
     "is_complete",
     "load",
     "look",

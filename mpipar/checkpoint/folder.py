@@ -49,9 +49,7 @@ def checkpoints(run: Path) -> list[Path]:
 def is_complete(folder: Path) -> bool:
     """True where the manifest is sound and all files have their sizes."""
     try:
-        manifest = read_manifest(folder)
-        files = {shard.file: shard.bytes for shard in manifest.shards}
-        files |= {name: view.bytes for name, view in manifest.views.items()}
+        files = read_manifest(folder).files
         return all((folder / n).stat().st_size == size for n, size in files.items())
     except (CheckpointError, OSError):
         return False

@@ -121,10 +121,8 @@ def _entry(folder: Path) -> Entry:
 
 def _wrong_files(folder: Path, manifest: Manifest) -> str:
     """The first few files that are missing or have another size."""
-    sizes = {shard.file: shard.bytes for shard in manifest.shards}
-    sizes |= {name: view.bytes for name, view in manifest.views.items()}
     wrong = []
-    for name, size in sizes.items():
+    for name, size in manifest.files.items():
         try:
             found = (folder / name).lstat()
         except FileNotFoundError:
@@ -195,18 +193,15 @@ def verify(path: Path) -> Verdict:
         there = set(os.listdir(folder))
     except OSError as problem:
         raise CheckpointError(f"cannot read {folder}: {problem}") from problem
-    files = {MANIFEST, *manifest.views, *(shard.file for shard in manifest.shards)}
+    files = {MANIFEST, *manifest.files}
     return Verdict(folder, len(files), manifest.bytes, damages, sorted(there - files))
 
 
 def _manifest_damages(folder: Path, manifest: Manifest) -> Iterator[Damage]:
     """What `read_manifest` does not see."""
-    file = folder / MANIFEST
-    if b"\r" in file.read_bytes():
-        text = f"{file} was changed or damaged: it has another end of line"
-        yield Damage(MANIFEST, "", [], text)
     for name in uncovered(manifest):
-        text = f"{file}: the regions of {name} do not have each of its elements once"
+        text = f"the regions of {name} do not have each of its elements once"
+        text = f"{folder / MANIFEST}: {text}"
         yield Damage(MANIFEST, "", [name], text)
 
 

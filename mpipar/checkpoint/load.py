@@ -10,6 +10,7 @@ from mpipar.checkpoint.boxes import (
     Box,
     Measure,
     boxes_of,
+    elements,
     intersection,
     lengths,
     within,
@@ -85,7 +86,7 @@ class _Wanted:
             if both is None:
                 continue
             shape = lengths(own)
-            flat = self.fragment.arrays[kind][place : place + int(np.prod(shape))]
+            flat = self.fragment.arrays[kind][place : place + elements(own)]
             out = flat.reshape(shape)[within(both, own)]
             put(data.reshape(lengths(saved))[within(both, saved)], out)
             self._filled += self._measure.of([both])
@@ -139,8 +140,7 @@ def _read_region(
             continue
         data = reader.elements(saved, lo, hi)
         for start, part in parts:
-            size = int(np.prod(lengths(part)))
-            own = data[start - first : start - first + size]
+            own = data[start - first :][: elements(part)]
             for w in wanted:
                 w.fill(kind, part, own, put)
 

@@ -131,10 +131,15 @@ class Manifest(_Part):
         return FLOATS[self.dtype].itemsize
 
     @property
+    def files(self) -> dict[str, int]:
+        """Sizes of all files but the manifest."""
+        shards = {shard.file: shard.bytes for shard in self.shards}
+        return shards | {name: view.bytes for name, view in self.views.items()}
+
+    @property
     def bytes(self) -> int:
         """Of all files but the manifest."""
-        files = [*self.shards, *self.views.values()]
-        return sum(file.bytes for file in files)
+        return sum(self.files.values())
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":

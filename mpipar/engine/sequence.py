@@ -35,9 +35,7 @@ class OwnSequence:
             max(1, model.kv_heads // tensor),
         )
         self.cut = Cut(parallel.context_method, cp.size, heads)
-        inner = cp if heads == cp.size else grid.sub("cp", heads)
-        outer = cp if heads == 1 else grid.across("cp", heads)
-        self.core: Core = make_core(ops, self.cut, inner, outer)
+        self.core: Core = make_core(ops, self.cut, grid)
         multiple = self.cut.multiple * (tensor if parallel.sequence else 1)
         if cp.size == 1:
             multiple = 1

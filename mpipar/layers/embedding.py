@@ -118,9 +118,7 @@ class Embedding(Layer):
     def _places(self, x: Array, step: Step) -> Array:
         """Places of the own tokens of the stream.   →  (b, s/u)"""
         own = self.stream.positions(step.places.T).T
-        return self.ops.xp.ascontiguousarray(
-            self.ops.xp.broadcast_to(own, x.shape[:2])
-        )
+        return self.ops.xp.ascontiguousarray(self.ops.xp.broadcast_to(own, x.shape[:2]))
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence

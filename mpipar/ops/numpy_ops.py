@@ -237,7 +237,6 @@ class NumpyOps(KernelOps):
         b, s, n, h = q.shape
         o = self.empty(q.shape) if part else self.empty_operand(q.shape)
         bits, lse = as_bits(o), np.empty((b, n, s), self.dtype)
-        run = attention.attention_part if part else attention.attention
         scale = self.dtype.type(scale)
         tile = attention.QUERY_TILE
         scores = self.scratch("scores", (self.team.size, tile * attention.KEY_TILE))
@@ -245,7 +244,7 @@ class NumpyOps(KernelOps):
         turned = self.scratch("keys turned", (self.team.size, k.shape[1] * h))
         self.team.share(
             b * k.shape[2],
-            lambda lo, hi, thread: run(
+            lambda lo, hi, thread: attention.attention(
                 self._gemm, q, k, v, bits, lse, scale, spans, scores[thread],
                 sums[thread], turned[thread], lo, hi,
             ),

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.checkpoint import global_arrays
 from mpipar.comm import raise_together
 from mpipar.config import UNCUT, Recipe, replace, resolve
 from mpipar.data import Sampler
@@ -29,6 +28,7 @@ from mpipar.verify.compare import (
     relative,
     tensor_errors,
 )
+from mpipar.verify.gather import global_arrays
 
 TOLERANCE = 1e-10
 

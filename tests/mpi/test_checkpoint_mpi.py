@@ -16,7 +16,6 @@ from mpipar.checkpoint import (
     Saved,
     Saver,
     fragments_of,
-    global_arrays,
     load,
     read_manifest,
     whole_fragments,
@@ -28,6 +27,7 @@ from mpipar.generate.run import generate
 from mpipar.grid import Grid, serial_grid
 from mpipar.models import build_model
 from mpipar.ops import make_ops
+from mpipar.verify.gather import global_arrays
 from mpipar.zero.flat import FlatState, Piece
 
 TEXT = """

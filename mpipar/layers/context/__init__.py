@@ -20,12 +20,14 @@ __all__ = [
 ]
 
 
-def make_core(ops: Ops, cut: Cut, inner: Any, outer: Any) -> Core:
-    """The attention core for a cut.
+def make_core(ops: Ops, cut: Cut, grid: Any) -> Core:
+    """The attention core for a cut of the sequence over the grid's context axis.
 
-    inner   communicator of the neighbours that exchange heads;  outer  of the ranks
-            with the same place among those, which exchange keys and values
+    Neighbours of it exchange heads; ranks with the same place among those exchange keys
+    and values.
     """
+    inner = grid.cp if cut.blocks == 1 else grid.sub("cp", cut.heads)
+    outer = grid.cp if cut.heads == 1 else grid.across("cp", cut.heads)
     core: Core = LocalCore(ops)
     if outer.size > 1:
         kind = GatheredCore if cut.method == "allgather" else RingCore

@@ -10,7 +10,7 @@ from mpipar.layers.base import Step
 from mpipar.layers.cost import Cost
 from mpipar.ops import Ops
 from mpipar.ops.attention import DropoutTile
-from mpipar.ops.spans import pairs, spans_between
+from mpipar.ops.spans import spans_between
 
 Array = Any
 # (positions of queries, positions of keys, first head) → dropout factors of a tile
@@ -123,9 +123,7 @@ class LocalCore(Core):
         return np.arange(length)
 
     def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
-        flops = self.ops.attention_flops(mean_pairs(sequence, 1, heads), heads.width)
-        saved = batch * sequence * heads.queries * self.ops.dtype.itemsize
-        return Cost(flops=batch * heads.queries * flops, saved=saved)
+        return own_cost(self.ops, batch, sequence, 1, heads)
 
     def _places(self, step: Step, k: Array) -> tuple[np.ndarray, np.ndarray]:
         keys = np.arange(k.shape[1])
@@ -152,13 +150,13 @@ def spans_of(
     return step.kept[name]
 
 
-def mean_pairs(sequence: int, ranks: int, heads: Heads) -> int:
-    """Pairs of a query and a key that it sees, per rank, in a causal sequence that
-    `ranks` ranks hold `sequence` positions each of."""
+def own_cost(ops: Ops, batch: int, sequence: int, ranks: int, heads: Heads) -> Cost:
+    """Flops and the log-sum-exp of causal sequences that `ranks` ranks hold `sequence`
+    positions each of: the mean of a rank."""
     length = sequence * ranks
-    queries = np.arange(length)
-    firsts = np.zeros((1, length), np.int64)
-    if not heads.window:
-        return length * (length + 1) // 2 // ranks
-    firsts = np.maximum(firsts, queries - heads.window + 1)
-    return pairs(spans_between(queries, firsts, queries)) // ranks
+    hidden = max(0, length - heads.window) if heads.window else 0
+    pairs = (length * (length + 1) - hidden * (hidden + 1)) // 2 // ranks
+    return Cost(
+        flops=batch * heads.queries * ops.attention_flops(pairs, heads.width),
+        saved=batch * sequence * heads.queries * ops.dtype.itemsize,
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipar.comm import P, R, S
 from mpipar.layers.base import Step
-from mpipar.layers.context.core import Core, Dropout, Heads, mean_pairs, spans_of
+from mpipar.layers.context.core import Dropout, Heads, LocalCore, own_cost
 from mpipar.layers.context.cut import Cut
 from mpipar.layers.cost import Cost, move
 from mpipar.ops import Ops
@@ -17,8 +17,8 @@ from mpipar.ops import Ops
 Array = Any
 
 
-class GatheredCore(Core):
-    """Every rank gathers the keys and values of all n; scores as on one rank.
+class GatheredCore(LocalCore):
+    """Every rank gathers the keys and values of all n; then as on one rank.
 
     Saves     the log-sum-exp, b·s·n items; keys and values are gathered again
     Moves     forward all-gather, backward all-gather and reduce-scatter, of
@@ -27,17 +27,13 @@ class GatheredCore(Core):
     """
 
     def __init__(self, ops: Ops, axis: Any, cut: Cut) -> None:
-        self.ops, self.axis, self.cut = ops, axis, cut
+        super().__init__(ops)
+        self.axis, self.cut = axis, cut
 
     def forward(
         self, q: Array, k: Array, v: Array, step: Step, heads: Heads, dropout: Dropout
     ) -> tuple[Array, Array]:
-        k, v = self._whole(k, v)
-        queries, keys = self._places(k)
-        return self.ops.attention_fwd(
-            q, k, v, scale=heads.scale, spans=spans_of(step, heads, queries, keys),
-            dropout=dropout(queries, keys, 0),
-        )  # fmt: skip
+        return super().forward(q, *self._whole(k, v), step, heads, dropout)
 
     def backward(
         self,
@@ -51,15 +47,11 @@ class GatheredCore(Core):
         grads: tuple[Array, Array, Array],
     ) -> None:
         q, k, v = inputs
-        k, v = self._whole(k, v)
-        (queries, keys), (dq, dk, dv) = self._places(k), grads
-        sums = self.ops.zeros((2, *k.shape))
-        self.ops.attention_bwd(
-            do, q, k, v, o, saved, dq=dq, dk=sums[0], dv=sums[1], scale=heads.scale,
-            spans=spans_of(step, heads, queries, keys),
-            dropout=dropout(queries, keys, 0),
-        )  # fmt: skip
-        length, parts = k.shape[1], []
+        whole, (dq, dk, dv) = self._whole(k, v), grads
+        sums = self.ops.zeros(whole.shape)
+        common = o, saved, step, heads, dropout
+        super().backward(do, (q, *whole), *common, (dq, *sums))
+        length, parts = whole.shape[2], []
         for rank in range(self.axis.size):
             parts.append(sums[:, :, self.cut.of_block(length, rank)])
         own = self.axis.reduce_scatter(self.ops.xp.concatenate(parts))
@@ -71,12 +63,8 @@ class GatheredCore(Core):
 
     def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
         n, item = self.axis.size, self.ops.dtype.itemsize
-        flops = self.ops.attention_flops(mean_pairs(sequence, n, heads), heads.width)
         whole = 2 * batch * sequence * n * heads.keys * heads.width * item
-        here = Cost(
-            flops=batch * heads.queries * flops,
-            saved=batch * sequence * heads.queries * item,
-        )
+        here = own_cost(self.ops, batch, sequence, n, heads)
         for source, target in ((S(0), R), (S(0), R), (P, S(0))):
             here += move(self.axis.name, n, source, target, whole)
         return here
@@ -92,6 +80,6 @@ class GatheredCore(Core):
             whole[:, :, places] = gathered[2 * rank : 2 * rank + 2]
         return whole
 
-    def _places(self, k: Array) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, step: Step, k: Array) -> tuple[np.ndarray, np.ndarray]:
         length = k.shape[1]
         return self.positions(length), np.arange(length)

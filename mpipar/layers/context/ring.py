@@ -8,12 +8,13 @@ Source   Liu et al. 2023 (Ring Attention), Brandon et al. 2023 (Striped Attentio
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mpipar.layers.base import Step
-from mpipar.layers.context.core import Core, Dropout, Heads, mean_pairs, spans_of
+from mpipar.layers.context.core import Core, Dropout, Heads, own_cost, spans_of
 from mpipar.layers.context.cut import Cut
 from mpipar.layers.cost import Cost
 from mpipar.ops import Ops
@@ -101,14 +102,9 @@ class RingCore(Core):
         hops = self.hops(sequence * n, heads)
         block = 2 * batch * sequence * heads.keys * heads.width * item
         sent = 2 * (hops - 1) + (hops if hops > 1 else 0)
-        flops = self.ops.attention_flops(mean_pairs(sequence, n, heads), heads.width)
         key = self.axis.name, "send"
-        return Cost(
-            flops=batch * heads.queries * flops,
-            saved=batch * sequence * heads.queries * item,
-            calls=Counter({key: sent}),
-            moved=Counter({key: sent * block}),
-        )
+        messages = Cost(calls=Counter({key: sent}), moved=Counter({key: sent * block}))
+        return own_cost(self.ops, batch, sequence, n, heads) + messages
 
     def _count_hops(self, length: int, heads: Heads) -> int:
         """Documents may need fewer, but not more."""
@@ -124,16 +120,18 @@ class RingCore(Core):
                     most = hop + 1
         return most
 
-    def _blocks(self, k: Array, v: Array, length: int, heads: Heads) -> Any:
+    def _blocks(
+        self, k: Array, v: Array, length: int, heads: Heads
+    ) -> Iterator[tuple[np.ndarray, Array]]:
         """(positions, [keys, values]) of each hop, the next one on its way."""
         axis, hops = self.axis, self.hops(length, heads)
+        after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         here = self.ops.empty((2, *k.shape))
         here[0], here[1] = k, v
         spare = self.ops.empty(here.shape) if hops > 1 else None
         for hop in range(hops):
             moving = []
             if hop + 1 < hops:
-                after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
                 moving.append(axis.recv_start(spare, before, VALUES))
                 moving.append(axis.send_start(here, after, VALUES))
             yield self.cut.of_block(length, (axis.rank - hop) % axis.size), here
@@ -148,6 +146,7 @@ class _Homeward:
     def __init__(self, ops: Ops, axis: Any, hops: int) -> None:
         self.ops, self.axis, self.hops, self.hop = ops, axis, hops, 0
         self._buffers: list[Array] = []
+        self._last: Array = None
         self._arriving: Any = None
         self._leaving: list[Any] = []
 

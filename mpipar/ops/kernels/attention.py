@@ -18,6 +18,7 @@ from mpipar.ops.kernels.intrinsics import exp, gemm, larger, narrow, real, widen
 
 QUERY_TILE = 32
 KEY_TILE = 224
+_HEADS = "T[:, :, :, :]"
 
 
 @part
@@ -67,10 +68,15 @@ def _softmax_rows(scores, cols, sums, seen, start):
         sums[i, h], sums[i, h + 1] = top, mass
 
 
-def _attention(product, q, k, v, o, lse, scale, spans, scores, sums, turned, lo, hi):
+@kernel(
+    f"(i8, {_HEADS}, {_HEADS}, {_HEADS}, G[:, :, :, ::1], T[:, :, ::1], T, "
+    "i8[:, :, ::1], T[::1], T[:, ::1], T[::1], i8, i8)"
+)
+def attention(product, q, k, v, o, lse, scale, spans, scores, sums, turned, lo, hi):
     """o = softmax(scale · q kᵀ + mask) v and the log-sum-exp; 0 and −inf for a query
     that sees no key.
 
+    o         of the operand type; of the compute type where it is to be merged
     product   address of cblas gemm
     scratch   scores (QUERY_TILE·KEY_TILE,), sums (QUERY_TILE, h + 2), turned (t·h,)
     """
@@ -118,16 +124,6 @@ def _attention(product, q, k, v, o, lse, scale, spans, scores, sums, turned, lo,
                 for j in range(h):
                     like = o[b, first + i, head, j]
                     o[b, first + i, head, j] = narrow(sums[i, j] * share, like)
-
-
-_HEADS = "T[:, :, :, :]"
-_FORWARD = (
-    f"(i8, {_HEADS}, {_HEADS}, {_HEADS}, %s[:, :, :, ::1], T[:, :, ::1], T, "
-    "i8[:, :, ::1], T[::1], T[:, ::1], T[::1], i8, i8)"
-)
-attention = kernel(_FORWARD % "O")(_attention)
-# The same with an output that is added to others
-attention_part = kernel(_FORWARD % "T")(_attention)
 
 
 @part

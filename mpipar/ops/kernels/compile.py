@@ -5,7 +5,7 @@ is written with letters, so that one text serves all precisions:
 
     T   the compute type, float32 or float64
     O   the operand type: T, or the bits of bf16 (uint16) or of fp16 (int16)
-    G   gradients: compiled for T and for O
+    G   gradients, and outputs that may be of either type: compiled for T and for O
 
 Compiled code is kept under the user's cache folder, by a hash of these sources; only
 the first run on a machine waits for the compiler.
