@@ -25,6 +25,8 @@ from mpipar.ops import make_ops
 STEPS = 3
 FP64, FP32 = 1e-10, 1e-4
 # A file of tokens may have any vocabulary; most tests bring their own batches instead.
+# Adam moves a weight by lr · sign(gradient) at first, which is rounding alone where the
+# gradient is: an eps above that rounding makes a step continuous in its gradients.
 TEXT = """
 [model]
 layers = 2
@@ -44,6 +46,7 @@ seed = 3
 clip = 0.5
 [optimizer]
 lr = 0.01
+eps = 1e-5
 warmup = 2
 [log]
 timeout_s = 60.0
