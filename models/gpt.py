@@ -2,6 +2,7 @@
 
 from mpipar.layers.mlp import GeluMlp
 from mpipar.layers.norm import LayerNorm
+from mpipar.layers.stream import Stream
 from mpipar.models.parts import Family
 
 
@@ -10,7 +11,14 @@ class Gpt(Family):
 
     norm, bias = LayerNorm, True
 
-    def mlp(self, name: str) -> GeluMlp:
-        sizes = self.model.width, self.model.ffn
-        tanh = self.model.activation == "gelu_tanh"
-        return GeluMlp(name, *sizes, tanh=tanh, **self.std, **self.shared)
+    def mlp(self, name: str, ffn: int, stream: Stream, *, bias: bool) -> GeluMlp:
+        return GeluMlp(
+            name,
+            self.model.width,
+            ffn,
+            tanh=self.model.activation == "gelu_tanh",
+            bias=bias,
+            ops=self.ops,
+            stream=stream,
+            **self.std,
+        )

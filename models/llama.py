@@ -3,7 +3,6 @@
 
 from typing import Any
 
-from mpipar.layers.context import Core
 from mpipar.layers.mlp import SwigluMlp
 from mpipar.layers.norm import RMSNorm
 from mpipar.layers.rope import Rope
@@ -17,10 +16,10 @@ class Llama(Family):
 
     norm, bias = RMSNorm, False
 
-    def __init__(self, model: Any, *, ops: Ops, stream: Stream, core: Core) -> None:
-        super().__init__(model, ops=ops, stream=stream, core=core)
+    def __init__(self, model: Any, *, ops: Ops, **parts: Any) -> None:
+        super().__init__(model, ops=ops, **parts)
         self.rope = Rope(model.width // model.heads, model.rope_theta, ops=ops)
 
-    def mlp(self, name: str) -> SwigluMlp:
-        sizes = self.model.width, self.model.ffn
-        return SwigluMlp(name, *sizes, **self.std, **self.shared)
+    def mlp(self, name: str, ffn: int, stream: Stream, *, bias: bool) -> SwigluMlp:
+        sizes = self.model.width, ffn
+        return SwigluMlp(name, *sizes, ops=self.ops, stream=stream, **self.std)

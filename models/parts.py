@@ -1,11 +1,11 @@
 """What all families share: pre-norm blocks, the head, how weights start."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpipar.layers.attention import CausalSelfAttention
-from mpipar.layers.base import Chain, Layer
+from mpipar.layers.base import Branch, Chain, Layer
 from mpipar.layers.block import Residual
 from mpipar.layers.context import Core
 from mpipar.layers.dropout import Dropout
@@ -24,6 +24,9 @@ STD = 0.02
 class Family:
     """Makes the parts of a model by the [model] section of a resolved recipe.
 
+    core       how attention sees the sequence
+    mixture    (family, name) → a mixture of experts, in place of the MLP of blocks from
+               `dense_blocks` on; None = no block has one
     norm       the kind of its norms
     bias       whether projections have one
     rope       what tells attention the positions; None where they are learned
@@ -33,8 +36,18 @@ class Family:
     bias: bool
     rope: Rope | None = None
 
-    def __init__(self, model: Any, *, ops: Ops, stream: Stream, core: Core) -> None:
-        self.model, self.stream, self.core = model, stream, core
+    def __init__(
+        self,
+        model: Any,
+        *,
+        ops: Ops,
+        stream: Stream,
+        core: Core,
+        mixture: Callable[["Family", str], Layer] | None = None,
+        dense_blocks: int = 0,
+    ) -> None:
+        self.model, self.stream, self.core, self.ops = model, stream, core, ops
+        self.mixture, self.dense_blocks = mixture, dense_blocks
         self.shared = {"ops": ops, "stream": stream}
         # 2·layers branches add up in the stream, whose variance stays near that of one
         # (Radford et al. 2019, section 2.3).
@@ -70,18 +83,27 @@ class Family:
             **self.shared,
         )
 
-    def mlp(self, name: str) -> Layer:
-        """The MLP of that name."""
+    def mlp(self, name: str, ffn: int, stream: Stream, *, bias: bool) -> Branch:
+        """An MLP of that name and inner width."""
         raise NotImplementedError
+
+    def feed_forward(self, name: str, number: int) -> Layer:
+        """The MLP of a block, or the experts in its place."""
+        if self.mixture is not None and number >= self.dense_blocks:
+            return self.mixture(self, name)
+        return self.mlp(name, self.model.ffn, self.stream, bias=self.bias)
 
     def block(self, number: int) -> Chain:
         """x + attention(norm1(x)), then x + mlp(norm2(x)), each branch with dropout."""
         block, parts = f"blocks.{number}", []
-        kinds = (("attention", self.attention), ("mlp", self.mlp))
-        for place, (kind, make) in enumerate(kinds, start=1):
-            name, before = f"{block}.{kind}", self._norm(f"{block}.norm{place}")
+        branches = {
+            "attention": self.attention(f"{block}.attention"),
+            "mlp": self.feed_forward(f"{block}.mlp", number),
+        }
+        for place, (kind, branch) in enumerate(branches.items(), start=1):
+            before, name = self._norm(f"{block}.norm{place}"), f"{block}.{kind}"
             dropout = Dropout(f"{name}.residual", self.model.dropout, **self.shared)
-            parts.append(Residual(before, make(name), dropout))
+            parts.append(Residual(before, branch, dropout))
         return Chain(parts)
 
     def head(self, embedding: Embedding | None) -> Head:

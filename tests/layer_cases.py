@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.comm import NullCommunicator
+from mpipar.config import Experts
 from mpipar.layers.attention import CausalSelfAttention
 from mpipar.layers.base import Chain, Layer, Step
 from mpipar.layers.block import Residual
 from mpipar.layers.dropout import Dropout
 from mpipar.layers.embedding import Embedding, token_weight
+from mpipar.layers.expert import ExpertCut
 from mpipar.layers.head import Head
 from mpipar.layers.loss import VocabLoss
 from mpipar.layers.mlp import GeluMlp, SwigluMlp
@@ -26,6 +29,7 @@ from mpipar.layers.rope import Rope
 from mpipar.layers.stream import Stream
 from mpipar.layers.tensor.one_d import ColumnLinear, Output, RowLinear, even_output
 from mpipar.models import build_model
+from mpipar.models.mixtral import mixtures
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.zero.flat import FlatState
 
@@ -41,6 +45,7 @@ class Case:
     enters   "stream", "columns" (the last dim cut) or "ids"
     leaves   "stream", "columns" or "loss"
     is_packed   whether its sequences are several documents
+    drops       whether it leaves out some of its work, so that costs are upper bounds
     """
 
     name: str
@@ -50,6 +55,11 @@ class Case:
     width: int = WIDTH
     is_model: bool = False
     is_packed: bool = False
+    drops: bool = False
+
+    def holds(self, nbytes: int, stated: int) -> bool:
+        """True where a layer keeps what it has stated, or less where it drops some."""
+        return nbytes < stated if self.drops else nbytes == stated
 
     def __str__(self) -> str:
         return self.name
@@ -78,6 +88,26 @@ def gelu(tanh: bool, name: str = "mlp") -> Callable:
 
 def swiglu(**shared: Any) -> Layer:
     return SwigluMlp("mlp", WIDTH, FFN, **STD, **shared)
+
+
+def mixture(kind: type = SwigluMlp, **rules: Any) -> Callable:
+    """Builds a Mixture of four experts, of which a token takes two, unless said."""
+    given = {"count": 4, "ffn": FFN} | rules
+    section = Experts(**given)
+
+    def build(ops: Any, stream: Stream) -> Layer:
+        family = SimpleNamespace(
+            stream=stream,
+            ops=ops,
+            model=SimpleNamespace(width=WIDTH),
+            mlp=lambda name, ffn, stream, bias: kind(
+                name, WIDTH, ffn, ops=ops, stream=stream, **STD, **options
+            ),
+        )
+        return mixtures(section, ExpertCut(NullCommunicator("ep")))(family, "mlp")
+
+    options = {"tanh": True, "bias": False} if kind is GeluMlp else {}
+    return build
 
 
 def dropout(rate: float) -> Callable:
@@ -184,6 +214,13 @@ CASES = [
     Case("GeluMlp tanh", gelu(True)),
     Case("GeluMlp erf", gelu(False)),
     Case("SwigluMlp", swiglu),
+    Case("Mixture", mixture()),
+    Case("Mixture of GeluMlps with a shared one",
+         mixture(GeluMlp, router="softmax", active=1, shared=2)),
+    Case("Mixture by sigmoids in groups",
+         mixture(router="sigmoid", count=6, groups=3, active_groups=2, scale=2.5)),
+    Case("Mixture with a capacity",
+         mixture(router="softmax", active=3, capacity=0.5), drops=True),
     Case("Residual", residual(0.0)),
     Case("Residual with dropout", residual(RATE)),
     Case("Chain", chain),

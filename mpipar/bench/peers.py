@@ -137,7 +137,7 @@ def _prepare(recipe: Recipe, folder: Path) -> None:
     (folder / "mpipar").symlink_to(Path(__file__).parents[1])
     (folder / "work.json").write_text(json.dumps(recipe.model_dump()))
     engine = Engine(recipe, serial_grid(), make_ops("cpu", "fp32"))
-    weights = {p.name: p.data for p in engine.flat.parameters}
+    weights = {p.name: p.data for p in engine.state.parameters}
     ids, labels = random_batch(recipe)
     np.savez(folder / "work.npz", ids=ids, labels=labels, **weights)
 

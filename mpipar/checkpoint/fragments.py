@@ -36,19 +36,16 @@ def fragments_of(
     pieces: Sequence[Piece],
     kinds: Mapping[str, Sequence[Array]],
     *,
-    share: tuple[int, int] | None = None,
+    share: bool = False,
 ) -> Iterator[Fragment]:
     """The fragments of each piece, in memory order.
 
     kinds   for each kind an array for each piece, as long as that
-    share   (part, parts): `parts` ranks hold the same pieces, and each takes its own
-            part of them, without what another rank of the model owns; together they
-            have each element once. None takes all that is there
+    share   of pieces that several ranks hold each takes its own part, without what
+            another rank of the model owns; together they have each element once
     """
-    part, parts = share or (0, 1)
     for number, piece in enumerate(pieces):
-        size = piece.end - piece.begin
-        lo, hi = (piece.begin + size * i // parts for i in (part, part + 1))
+        lo, hi = piece.share if share else (piece.begin, piece.end)
         for p, start, stop in piece.unit.places():
             begin, end = max(lo, start), min(hi, stop)
             if begin >= end or (share and not p.owner):

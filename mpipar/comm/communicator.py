@@ -25,14 +25,15 @@ from mpipar.comm.counters import (
 from mpipar.comm.datatypes import as_bytes, reduction
 from mpipar.comm.halves import HalfSums, exchange
 from mpipar.comm.handle import Handle
+from mpipar.comm.objects import Objects
 from mpipar.comm.posts import Poster, pieces
-from mpipar.comm.shapes import check_counts, check_out, even_rows
+from mpipar.comm.shapes import Routes, check_counts, check_out, even_rows
 from mpipar.comm.shared import Desk, Work, bounds_of, segment_of, share
 from mpipar.comm.transport import Array, Host, Transport
 from mpipar.ops.half import add_up, is_half
 
 
-class Communicator:
+class Communicator(Objects):
     """The ranks of one axis, with counted, watched and chunked operations on arrays.
 
     Arrays may have any strides; results and in-place updates equal what NumPy computes
@@ -129,18 +130,18 @@ class Communicator:
         """Start ``reduce_scatter``."""
         return self._reduce_scatter(x, counts, out, self._later)
 
-    def all_to_all(self, x: Array) -> Array:
-        """Cut ``x`` in equal parts along dim 0, send part i to rank i.
+    def all_to_all(self, x: Array, counts: Routes | None = None) -> Array:
+        """Cut ``x`` in parts along dim 0, send part i to rank i.
 
-        Return a new array of the same shape with the parts that came, by rank.
-        Raises ShapeError if the rows cannot be cut equally.
+        Return a new array of the parts that came, by rank. Parts are equal unless
+        ``counts`` gives the rows that go to each rank and those that come from each.
+        Raises ShapeError if the rows cannot be cut that way.
         """
-        even_rows(f"all_to_all on axis {self.name}", x, self.size)
-        flat, handle = self._begin("all_to_all", x, x.nbytes - x.nbytes // self.size)
-        out = np.empty(x.shape, x.dtype)
-        bytes_in, bytes_out = as_bytes(flat), as_bytes(out.reshape(-1))
-        posts = self._now.all_to_all(bytes_in, bytes_out, self.chunk_bytes)
-        return handle.launch(posts, lambda: self.transport.give(out, x)).wait()
+        return self._all_to_all(x, counts, self._now).wait()
+
+    def all_to_all_start(self, x: Array, counts: Routes | None = None) -> Handle:
+        """Start ``all_to_all``."""
+        return self._all_to_all(x, counts, self._later)
 
     def broadcast(self, x: Array, root: int = 0) -> Array:
         """Replace ``x`` on every rank by the root's values; return it."""
@@ -186,23 +187,6 @@ class Communicator:
         arriving.wait()
         leaving.wait()
         return out
-
-    # Pickled objects, for set-up only
-
-    def gather_obj(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Return the ranks' objects on the root, None elsewhere."""
-        with self._inside("gather_obj"):
-            return self.mpi.gather(obj, root)
-
-    def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Return the ranks' objects on every rank."""
-        with self._inside("all_gather_obj"):
-            return self.mpi.allgather(obj)
-
-    def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object on every rank."""
-        with self._inside("broadcast_obj"):
-            return self.mpi.bcast(obj, root)
 
     # Memory
 
@@ -339,6 +323,22 @@ class Communicator:
             return self._deliver(own, x, out)
 
         return handle.launch(posts, finish)
+
+    def _all_to_all(self, x: Array, counts: Routes | None, poster: Poster) -> Handle:
+        where = f"all_to_all on axis {self.name}"
+        width = x.itemsize * math.prod(x.shape[1:])
+        if counts is None:
+            own, rows, blocks = even_rows(where, x, self.size), len(x), None
+        else:
+            leaving, arriving = counts
+            check_counts(where, leaving, self.size, sum(leaving), len(x))
+            own, rows = leaving[self.rank], sum(arriving)
+            blocks = [[n * width for n in side] for side in counts]
+        flat, handle = self._begin("all_to_all", x, x.nbytes - own * width)
+        out = np.empty((rows, *x.shape[1:]), x.dtype)
+        bytes_in, bytes_out = as_bytes(flat), as_bytes(out.reshape(-1))
+        posts = poster.all_to_all(bytes_in, bytes_out, blocks, self.chunk_bytes)
+        return handle.launch(posts, lambda: self.transport.give(out, x))
 
     def _together(self, handle: Handle, work: Callable[[], None], x: Array) -> Handle:
         """Let all ranks do ``work``, which makes ``x``, in their shared memory."""

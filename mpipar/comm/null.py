@@ -57,9 +57,13 @@ class NullCommunicator:
         """Return ``x``, or ``out`` filled with it."""
         return _deliver(x, out)
 
-    def all_to_all(self, x: Array) -> Array:
+    def all_to_all(self, x: Array, counts: Any = None) -> Array:
         """Return ``x``."""
         return x
+
+    def all_to_all_start(self, x: Array, counts: Any = None) -> Finished:
+        """Return a finished handle of ``x``."""
+        return Finished(x)
 
     def broadcast(self, x: Array, root: int = 0) -> Array:
         """Return ``x``."""

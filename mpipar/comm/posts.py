@@ -87,13 +87,27 @@ class Poster:
                 into = [target, kind] if own else None
                 yield self._reduce([part, kind], into, op, root)
 
-    def all_to_all(self, flat: np.ndarray, out: np.ndarray, limit: int) -> Posts:
-        """Bytes; above the limit nonblocking whatever the prefix."""
-        if flat.size <= limit:
-            yield self._alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
-            return
+    def all_to_all(
+        self,
+        flat: np.ndarray,
+        out: np.ndarray,
+        blocks: Sequence[Sequence[int]] | None,
+        limit: int,
+    ) -> Posts:
+        """Bytes; above the limit, and with ``blocks``, nonblocking whatever the prefix.
+
+        blocks   bytes that go to each rank and that come from each; None = equal. Each
+                 rank knows only its own, so all of them send messages at any size
+        """
         n = self._comm.size
-        yield from self._hops(flat.reshape(n, -1), out.reshape(n, -1), limit)
+        if blocks is not None:
+            leaving, arriving = blocks
+            sides = list(_split(flat, leaving)), list(_split(out, arriving))
+            yield from self._hops(*sides, limit)
+        elif flat.size <= limit:
+            yield self._alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
+        else:
+            yield from self._hops(flat.reshape(n, -1), out.reshape(n, -1), limit)
 
     def exchange(
         self, flat: np.ndarray, out: np.ndarray, blocks: list[int], limit: int

@@ -7,6 +7,9 @@ import numpy as np
 from mpipar.comm.transport import Array
 from mpipar.errors import ShapeError
 
+# Rows that go to each rank, and rows that come from each
+Routes = tuple[Sequence[int], Sequence[int]]
+
 
 def even_rows(where: str, x: Array, size: int) -> int:
     """Return the rows of one of ``size`` equal parts; ShapeError if they are not."""

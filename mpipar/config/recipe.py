@@ -101,6 +101,46 @@ class Model(Section):
     norm_eps: AboveZero = Field(1e-5, description="added to the variance in norms")
 
 
+class Experts(Section):
+    """Feed-forward parts of which each token takes a few; none where count is 0."""
+
+    count: Natural = Field(0, description="experts of a block; 0 = one MLP for all")
+    active: Positive = Field(2, description="experts that a token takes (top-k)")
+    ffn: Natural = Field(0, description="inner width of an expert; 0 = model.ffn")
+    shared: Natural = Field(
+        0, description="experts that all tokens take besides, as one MLP"
+    )
+    dense_blocks: Natural = Field(
+        0, description="first blocks that have one MLP for all"
+    )
+    router: Literal["top_softmax", "softmax", "sigmoid"] = Field(
+        "top_softmax",
+        description="gates: top_softmax = a softmax over those taken; softmax = over "
+        "all experts; sigmoid = of each alone, divided by the sum of those taken",
+    )
+    groups: Positive = Field(1, description="equal groups of neighbouring experts")
+    active_groups: Natural = Field(
+        0, description="groups that a token may take experts of; 0 = all"
+    )
+    scale: AboveZero = Field(1.0, description="what the gates are multiplied by")
+    capacity: NotNegative = Field(
+        0.0,
+        description="tokens of a sequence that an expert takes, as a multiple of its "
+        "even share; later ones go without it; 0 = all that come",
+    )
+    balance: NotNegative = Field(
+        0.0, description="weight of the loss for uneven loads, of each sequence"
+    )
+    z_loss: NotNegative = Field(
+        0.0, description="weight of the loss for large router logits"
+    )
+    bias_rate: NotNegative = Field(
+        0.0,
+        description="step by which an update moves the bias that experts are chosen "
+        "with, against their load; 0 = no bias",
+    )
+
+
 class Data(Section):
     """What it is trained on."""
 
@@ -158,6 +198,17 @@ class Parallel(Section):
     )
     ulysses: Natural = Field(
         0, description="ranks that exchange heads in usp; 0 = as many as can"
+    )
+    expert: Positive = Field(
+        1, description="of the ranks of context and data: those that share the experts"
+    )
+    expert_tensor: Natural = Field(
+        0,
+        description="tensor ranks that share each expert; 0 = all; 1 = none, they "
+        "share the experts like those of context and data",
+    )
+    expert_overlap: bool = Field(
+        False, description="half of the tokens travel while experts work on the others"
     )
     sequence: bool = Field(
         False, description="the tensor ranks also cut the residual stream by tokens"
@@ -302,6 +353,7 @@ class Recipe(Section):
     """A whole run. Only four sizes of the model have no default."""
 
     model: Model
+    experts: Experts = Experts()
     data: Data = Data()
     parallel: Parallel = Parallel()
     train: Train = Train()

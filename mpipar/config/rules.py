@@ -3,7 +3,11 @@
 from math import gcd, prod
 
 # Rooms with rules of their own
-from mpipar.config import context_rules, pipeline_rules  # noqa: F401
+from mpipar.config import (  # noqa: F401
+    context_rules,
+    expert_rules,
+    pipeline_rules,
+)
 from mpipar.config.nearest import advice, around, divisors, either, neighbours
 from mpipar.config.recipe import Recipe
 from mpipar.config.register import rule as _rule

@@ -16,7 +16,9 @@ DERIVED = (
     "model.kv_heads",
     "model.ffn",
     "model.vocab",
+    "experts.ffn",
     "parallel.data",
+    "parallel.expert_tensor",
     "parallel.chunks",
     "train.micro_batch",
 )
@@ -82,6 +84,10 @@ def _derive(key: str, v: Values) -> int | None:
             return _inner_width(v["model.family"], v["model.width"])
         case "model.vocab" if v.get("data.tokenizer") == "bytes":
             return 256
+        case "experts.ffn" if v.get("experts.count"):
+            return v.get("model.ffn")
+        case "parallel.expert_tensor" if v.get("experts.count"):
+            return v.get("parallel.tensor")
         case "parallel.data" if all(axis in v for axis in MODEL_AXES):
             return _whole(v.get("ranks"), prod(v[axis] for axis in MODEL_AXES))
         case "parallel.chunks" if v.get("parallel.schedule") in NEEDS:

@@ -9,7 +9,7 @@ Source   Narayanan et al. 2021 (Memory-efficient pipeline-parallel DNN training)
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpipar.checkpoint import Manifest
 from mpipar.config import Recipe
@@ -68,6 +68,16 @@ class Versions(UnitHooks):
         self.active.weight_ended(index, last=last)
 
 
+class OpenBatch(NamedTuple):
+    """This rank's loss sum of a batch that has not led to an update, all its valid
+    labels, what its loss was multiplied by, and loads of experts."""
+
+    loss: float
+    valid: int
+    scale: float
+    loads: dict[str, Any]
+
+
 class Settlement:
     """Makes the gradients of one batch final and agrees on their norm, while the next
     batch runs: stages are done with a batch at different times.
@@ -79,10 +89,10 @@ class Settlement:
         self,
         engine: "ContinuousEngine",
         state: TrainingState,
-        loss: float,
+        open_batch: OpenBatch,
         said: Sequence[bool],
     ) -> None:
-        self.engine, self.state, self.loss, self.said = engine, state, loss, said
+        self.engine, self.state, self.open, self.said = engine, state, open_batch, said
         self.has_begun = False
         self._ties: list[Any] = []
         self._agreed: Any = None
@@ -92,7 +102,7 @@ class Settlement:
         if not self.has_begun:
             self.has_begun = True
             self.state.bind()
-            self.state.gradients.finish()
+            self.state.finish_sums()
             self._ties = self.state.ties_start()
         if self._agreed is None and all([handle.test() for handle in self._ties]):
             self._agree()
@@ -111,7 +121,7 @@ class Settlement:
             handle.wait()
         engine = self.engine
         engine.optimizer.pieces = self.state.pieces()
-        votes = engine._votes(self.state, self.loss, self.said)
+        votes = engine._votes(self.open.loss, self.open.loads, self.said)
         self._agreed = engine.grid.world.all_reduce_start(votes)
 
 
@@ -134,7 +144,7 @@ class ContinuousEngine(Engine):
 
     @property
     def open_scale(self) -> float:
-        return self._open[2] if self._open else self._again_scale
+        return self._open.scale if self._open else self._again_scale
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """Many batches: how it begins and ends hardly counts."""
@@ -161,9 +171,11 @@ class ContinuousEngine(Engine):
                 settlement.poll()
             self.executor.hooks = Versions(current, previous, settlement)
             current.begin()
+            self.loads = {}
             losses = self._run(actions, batches, valid, training=True, goes_on=True)
             result = self._settle(settlement)
-        self._open, self._again_scale = (sum(losses), valid, scale), 0.0
+        self._open = OpenBatch(sum(losses), valid, scale, self.loads)
+        self._again_scale = 0.0
         self._turn = 1 - self._turn
         return result
 
@@ -184,7 +196,7 @@ class ContinuousEngine(Engine):
         self.executor.peak_bytes = peak
         self._open = None
         # Whatever follows begins anew, on the same weights in both states.
-        self._copy(previous, current)
+        current.take_masters(previous)
         current.updated()
         self._rewind()
         return result
@@ -201,7 +213,7 @@ class ContinuousEngine(Engine):
         """That of the batch that is open, if one is."""
         if self._open is None:
             return None
-        return Settlement(self, state, self._open[0], said)
+        return Settlement(self, state, self._open, said)
 
     def _settle(self, settlement: Settlement | None) -> StepResult | None:
         """Updates by the batch that was open; its state then has the latest weights."""
@@ -209,9 +221,8 @@ class ContinuousEngine(Engine):
             return None
         votes, state = settlement.wait(), settlement.state
         self.before_update()
-        self._copy(self._other(state), state)
-        _, valid, scale = self._open
-        result = self._update(state, votes, valid, scale)
+        state.take_masters(self._other(state))
+        result = self._update(state, votes, self._open.valid, self._open.scale)
         if not result.updated:
             state.updated()
         self.number += 1
@@ -240,12 +251,6 @@ class ContinuousEngine(Engine):
 
     def _other(self, state: TrainingState) -> TrainingState:
         return self.states[1 - self.states.index(state)]
-
-    @staticmethod
-    def _copy(source: TrainingState, target: TrainingState) -> None:
-        """Gives the masters of one state to another one."""
-        for index in range(len(source.flat.units)):
-            target.masters.own(index)[...] = source.masters.own(index)
 
 
 def open_engine(recipe: Recipe, grid: Any, ops: Ops) -> Engine:

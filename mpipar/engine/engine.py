@@ -7,7 +7,7 @@ axes all have size 1.
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpipar.checkpoint import Fragment, Manifest, fragments_of, load
 from mpipar.comm import raise_together
 from mpipar.config import Recipe
 from mpipar.data import Batch
+from mpipar.engine.experts import expert_cut
 from mpipar.engine.learning_rate import learning_rate
 from mpipar.engine.sequence import OwnSequence
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
@@ -29,7 +30,7 @@ from mpipar.pipeline.schedules import Action, forward_only
 from mpipar.pipeline.simulate import Costs, Simulation, costs_of, simulate
 from mpipar.pipeline.transfer import Transfer
 from mpipar.zero.adamw import AdamW, Hyper
-from mpipar.zero.cost import state_bytes
+from mpipar.zero.joint import JointState
 from mpipar.zero.loss_scale import LossScale
 from mpipar.zero.state import TrainingState
 
@@ -46,6 +47,8 @@ class StepResult:
                stages waited for each other
     stop       how many ranks asked to stop
     saved      how many ranks have done their part of a save
+    loads      by block with experts: (experts + 1,) choices that fell on each expert,
+               and those that were dropped
     """
 
     loss: float
@@ -56,6 +59,7 @@ class StepResult:
     bubble: float
     stop: int
     saved: int
+    loads: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def finite(number: float) -> float | None:
@@ -87,6 +91,8 @@ class Engine:
             sequence=recipe.parallel.sequence,
             chunks=own_chunks(self.schedule, self.block_counts, grid.pp.rank),
             core=self.sequence.core,
+            experts=recipe.experts,
+            cut=expert_cut(recipe, grid),
         )
         self.model.join_blocks(recipe.parallel.unit)
         if recipe.train.recompute == "selective":
@@ -96,7 +102,10 @@ class Engine:
         self.flat = self.state.flat
         self.state.initialize(recipe.train.seed)
         o = recipe.optimizer
-        hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
+        hyper = Hyper(
+            o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip,
+            recipe.experts.bias_rate,
+        )  # fmt: skip
         self.optimizer = AdamW(self.state.pieces(), ops, hyper)
         self.loss_scale = LossScale()
         if ops.precision == "fp16":
@@ -108,39 +117,49 @@ class Engine:
         self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
         self.states = [self.state]
         self.number = 0
+        # Of the batch that began last, as `Step.loads`
+        self.loads: dict[str, np.ndarray] = {}
         # Called before weights and moments change
         self.before_update: Callable[[], None] = lambda: None
 
-    def _make_state(self) -> TrainingState:
+    def _make_state(self) -> TrainingState | JointState:
+        state = self._make_part("grad")
+        if any(p.axis == "edp" for p in self.model.parameters()):
+            return JointState([state, self._make_part("edp")])
+        return state
+
+    def _make_part(self, axis: str) -> TrainingState:
+        """The state of the parameters that are summed over an axis of the grid."""
         parallel, grid = self.recipe.parallel, self.grid
-        kv_heads, tp = self.recipe.model.kv_heads, grid.tp
+        kv_heads, tp, grad = self.recipe.model.kv_heads, grid.tp, getattr(grid, axis)
         partials = {"tp": tp}
         if kv_heads < tp.size:
             partials["kv"] = grid.sub("tp", tp.size // kv_heads)
-        ranks = parallel.zero_shard or grid.grad.size
-        whole = ranks == grid.grad.size
-        state = TrainingState(
+        ranks = math.gcd(parallel.zero_shard, grad.size)
+        whole = ranks == grad.size
+        return TrainingState(
             self.model,
             self.ops,
+            axis=axis,
             stage=parallel.zero,
-            grad=grid.grad,
-            shard=grid.grad if whole else grid.sub("grad", ranks),
-            replicas=grid.across("grad", ranks),
+            grad=grad,
+            shard=grad if whole else grid.sub(axis, ranks),
+            replicas=grid.across(axis, ranks),
             partials=partials,
             ties=grid.ends(),
             prefetch=parallel.prefetch,
             bucket_bytes=parallel.bucket_mb * 2**20,
             accumulation=self.recipe.accumulation,
         )
-        rounds = np.array([state.rounds])
-        state.rounds = int(grid.world.all_reduce(rounds, "max")[0])
-        return state
 
     def weights(self) -> int:
         """Elements of the whole model; collective."""
-        own = [p for p in self.model.parameters() if p.owner or not p.tied]
-        count = np.array([sum(math.prod(p.shape) for p in own)])
-        return int(self.grid.pp.all_reduce(count)[0])
+        count = np.zeros(2, np.int64)
+        for p in self.model.parameters():
+            if p.owner or not p.tied:
+                count[int(p.axis == "edp")] += math.prod(p.shape)
+        count[1:] = self.grid.ep.all_reduce(count[1:])
+        return int(self.grid.pp.all_reduce(count).sum())
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """The schedule, with these times of its actions."""
@@ -165,6 +184,7 @@ class Engine:
         batches  micro-batches of this data rank;  valid  labels of the whole step
         """
         self.state.begin()
+        self.loads = {}
         schedule = self.schedule
         if len(batches) != schedule.micro_batches:
             schedule = plan_schedule(self.recipe, len(batches))
@@ -195,7 +215,7 @@ class Engine:
         """One optimizer step; `stop` tells others that this rank wants to end, `saved`
         that it has done its part of a save."""
         loss = self.gradients(batches, valid)
-        votes = self._votes(self.state, loss, (stop, saved))
+        votes = self._votes(loss, self.loads, (stop, saved))
         votes = self.grid.world.all_reduce(votes)
         result = self._update(self.state, votes, valid, self.loss_scale.value)
         self.number += 1
@@ -216,9 +236,7 @@ class Engine:
         share   only what this rank saves: all ranks together have each element once
         """
         pieces = self.state.pieces()
-        replicas = self.state.replicas
-        part = (replicas.rank, replicas.size) if share else None
-        return list(fragments_of(pieces, self._saved_arrays(), share=part))
+        return list(fragments_of(pieces, self._saved_arrays(), share=share))
 
     def _saved_arrays(self) -> dict[str, list[Any]]:
         """What is saved, by kind, as an array for each piece."""
@@ -262,19 +280,8 @@ class Engine:
 
     def predicted_memory(self) -> dict[str, int]:
         """Bytes that this rank should hold, by formula, under the names of metrics."""
-        recipe, state = self.recipe, self.state
         batch, context = self.micro_shape
-        found = state_bytes(
-            [unit.size for unit in state.flat.units],
-            state.flat.root,
-            stage=state.stage,
-            ranks=state.shard.size if state.shard else 1,
-            prefetch=recipe.parallel.prefetch,
-            accumulation=recipe.accumulation,
-            beside=state.has_parts_beside,
-            item=self.ops.dtype.itemsize,
-            operand_item=self.ops.operand_dtype.itemsize,
-        )
+        found = self.state.predicted()
         given = math.prod(self.model.stream_shape(batch, context))
         given *= self.ops.dtype.itemsize
         for kind in found.keys() - {"optimizer"}:
@@ -313,12 +320,21 @@ class Engine:
         return self.executor.run(actions, tokens, shapes, steps, goes_on=goes_on)
 
     def _votes(
-        self, state: TrainingState, loss: float, said: Sequence[bool]
+        self, loss: float, loads: dict[str, np.ndarray], said: Sequence[bool]
     ) -> np.ndarray:
-        """This rank's summands of square norm, loss, waiting and working seconds, and
-        ranks that say something."""
-        square = self.optimizer.square_norm(state.replicas.rank, state.replicas.size)
-        return np.array([square, self._counted(loss), *self.executor.timing, *said])
+        """This rank's summands of square norm, loss, waiting and working seconds, ranks
+        that say something, and loads of experts."""
+        square = self.optimizer.square_norm()
+        own = np.array([square, self._counted(loss), *self.executor.timing, *said])
+        none = np.zeros(self.recipe.experts.count + 1)
+        return np.concatenate([own, *(loads.get(n, none) for n in self._mixtures)])
+
+    @property
+    def _mixtures(self) -> list[str]:
+        """Names of all layers with experts, on whichever rank."""
+        experts, layers = self.recipe.experts, self.recipe.model.layers
+        blocks = range(experts.dense_blocks, layers) if experts.count else ()
+        return [f"blocks.{number}.mlp" for number in blocks]
 
     def _update(
         self, state: TrainingState, votes: np.ndarray, valid: int, scale: float
@@ -327,7 +343,7 @@ class Engine:
 
         votes   sums of all ranks;  scale  of the loss that the gradients are of
         """
-        square, loss, waited, seconds, stop, saved = votes.tolist()
+        square, loss, waited, seconds, stop, saved = votes[:6].tolist()
         norm, lr = square**0.5 / scale, learning_rate(self.recipe, self.number)
         self.before_update()
         updated = self.optimizer.update(lr, norm, scale)
@@ -336,8 +352,10 @@ class Engine:
         self.loss_scale.note(good=updated)
         bubble = waited / seconds if seconds else 0.0
         loss = float(loss / max(valid, 1))
-        said = int(stop), int(saved)
-        return StepResult(loss, norm, lr, updated, scale, bubble, *said)
+        said, names = (int(stop), int(saved)), self._mixtures
+        rows = votes[6:].reshape(len(names), self.recipe.experts.count + 1)
+        loads = dict(zip(names, rows, strict=True))
+        return StepResult(loss, norm, lr, updated, scale, bubble, *said, loads)
 
     def _next_scale(self) -> float:
         """What the loss of the next batch is multiplied by."""
@@ -358,6 +376,9 @@ class Engine:
             firsts=firsts,
             labels=asarray(sequence.labels(batch)),
             valid=valid,
+            sequences=self.recipe.train.global_batch,
+            length=self.recipe.model.context,
+            loads=self.loads if training else None,
             number=self.begun,
             seed=self.recipe.train.seed,
             loss_scale=self._next_scale(),

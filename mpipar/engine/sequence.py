@@ -36,7 +36,9 @@ class OwnSequence:
         )
         self.cut = Cut(parallel.context_method, cp.size, heads)
         self.core: Core = make_core(ops, self.cut, grid)
-        multiple = self.cut.multiple * (tensor if parallel.sequence else 1)
+        # Where tensor ranks have tokens of their own, in the stream or for experts
+        apart = recipe.experts.count and parallel.expert_tensor < tensor
+        multiple = self.cut.multiple * (tensor if parallel.sequence or apart else 1)
         if cp.size == 1:
             multiple = 1
         self.length = -(-model.context // multiple) * multiple

@@ -19,12 +19,16 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
     """
     device, precision = recipe.train.device, recipe.train.precision
     ops, error = None, None
+    parallel = recipe.parallel
+    apart = parallel.expert_tensor < parallel.tensor
     grid = Grid(
         world,
-        recipe.parallel.axes,
-        recipe.parallel.order,
+        parallel.axes,
+        parallel.order,
         timeout_s=recipe.log.timeout_s,
         transport=Host() if device == "cpu" else Staged(),
+        experts=parallel.expert if recipe.experts.count else 0,
+        along=("tp", "cp", "dp") if apart else ("cp", "dp"),
     )
     # The first run on a node compiles kernels: one rank does, the others find them.
     if grid.node_rank > 0:

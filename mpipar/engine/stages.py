@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipar.config import Recipe
 from mpipar.config.schedules import is_file
+from mpipar.engine.experts import expert_cut
 from mpipar.engine.sequence import OwnSequence
 from mpipar.errors import ConfigError
 from mpipar.layers.base import Step
@@ -109,13 +110,17 @@ def _measure(
 
     The best of a few, and the slowest rank's.
     """
+    # The last block has experts where any has
+    last = recipe.model.layers - 1
     model = build_model(
         recipe.model,
         ops=ops,
         tp=grid.tp,
         sequence=recipe.parallel.sequence,
-        chunks=[Chunk(range(1))],
+        chunks=[Chunk(range(last, last + 1))],
         core=sequence.core,
+        experts=recipe.experts,
+        cut=expert_cut(recipe, grid),
     )
     FlatState(model.groups().parameters, ops).initialize(recipe.train.seed)
     shape = recipe.train.micro_batch, len(sequence.own)

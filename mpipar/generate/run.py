@@ -49,7 +49,9 @@ def run_generation(
     with grid:
         recipe, tokenizer = load_vocabulary(recipe, grid.world)
         ids = _encode(prompt, tokenizer, recipe.model, grid.world)
-        model = build_model(recipe.model, ops=ops, tp=grid.tp, sequence=False)
+        model = build_model(
+            recipe.model, ops=ops, tp=grid.tp, sequence=False, experts=recipe.experts
+        )
         flat = FlatState(model.groups().parameters, ops, gradients=False)
         _load(folder, manifest, flat, grid)
         stream = generate(

@@ -30,6 +30,8 @@ class Grid(SerialGrid):
     sizes      ranks along tp, cp, dp and pp; an axis left out has size 1
     order      the axes, fastest first
     node_size  pretend that a node holds so many ranks (MPIPAR_NODE_SIZE does the same)
+    experts    how many neighbours share experts; 0 = there are none
+    along      the axes that they are neighbours on
     timeout_s  patience of the watchdog with one operation; 0 switches it off
     transport  how arrays reach MPI; host memory unless said
 
@@ -44,6 +46,8 @@ class Grid(SerialGrid):
         node_size: int | None = None,
         timeout_s: float = 0.0,
         transport: Transport | None = None,
+        experts: int = 0,
+        along: Sequence[str] = ("cp", "dp"),
     ) -> None:
         check_sizes(sizes, order, world.size)
         super().__init__()
@@ -51,6 +55,7 @@ class Grid(SerialGrid):
         self.order = tuple(order)
         self._transport = transport or Host()
         self._log = CallLog()
+        self._experts, self._along = experts, tuple(along)
         self._made: list[Communicator] = []
         self._subs: dict[str, Communicator | NullCommunicator] = {}
         self._watchdog: Watchdog | None = None
@@ -70,7 +75,8 @@ class Grid(SerialGrid):
         base = world.Split(0, self.rank)
         self._bell = Bell(base) if crowded else None
         self.world = self._adopt(base, "world", range(self.size))
-        for name in (*AXES, *_JOINED):
+        names = (*AXES, *_JOINED, *(("ep", "edp") if experts else ()))
+        for name in names:
             setattr(self, name, self._cut(name, self._peers(name, self.rank)))
         if timeout_s > 0:
             self._watchdog = Watchdog(base, self._log, timeout_s, one_node)
@@ -165,6 +171,12 @@ class Grid(SerialGrid):
         return self._subs[name]
 
     def _peers(self, name: str, rank: int) -> list[int]:
+        if name in ("ep", "edp"):
+            peers = peers_of(rank, self._along, self.sizes, self.order)
+            block, place = divmod(peers.index(rank), self._experts)
+            start = block * self._experts
+            near = peers[start : start + self._experts]
+            return near if name == "ep" else peers[place :: self._experts]
         axes = _JOINED.get(name, (name,))
         return peers_of(rank, axes, self.sizes, self.order)
 

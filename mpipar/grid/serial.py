@@ -15,6 +15,8 @@ class SerialGrid:
 
     tp cp dp pp  the axes
     grad         dp x cp joined: the ranks over which gradients are summed
+    ep           of those, or of tp x dp x cp: neighbours that share experts
+    edp          the ranks of the same experts: over which their gradients are summed
     world        all ranks
     node_rank    place among the ranks of this node, which selects a device
     coords       own coordinate on each axis
@@ -26,6 +28,8 @@ class SerialGrid:
     dp: "Communicator | NullCommunicator"
     pp: "Communicator | NullCommunicator"
     grad: "Communicator | NullCommunicator"
+    ep: "Communicator | NullCommunicator"
+    edp: "Communicator | NullCommunicator"
     world: "Communicator | NullCommunicator"
 
     size = 1
@@ -37,7 +41,7 @@ class SerialGrid:
         self.order: tuple[str, ...] = AXES
         self.coords = dict.fromkeys(AXES, 0)
         self.counters = Counters()
-        for name in (*AXES, "grad", "world"):
+        for name in (*AXES, "grad", "ep", "edp", "world"):
             setattr(self, name, NullCommunicator(name))
 
     def sub(self, axis: str, ranks: int) -> "Communicator | NullCommunicator":

@@ -38,10 +38,14 @@ class Step:
     labels      (b, s) target ids, negative where there is none; None in generation
     valid       valid labels in the whole step, over all ranks and micro-batches
     number      optimizer step;  seed  of the run: both select the dropout masks
+    sequences   in the whole step;  length  positions of each that are no padding, 0 =
+                all
     loss_scale  what the loss is multiplied by in the backward pass
     training    False switches dropout off
     cache       keys and values of earlier positions, in generation
     kept        what layers make once for all of them
+    loads       by layer, what this rank's tokens chose in this step: (experts + 1,)
+                choices of each expert and dropped ones; None = not counted
     """
 
     positions: Array
@@ -52,10 +56,13 @@ class Step:
     valid: int = 1
     number: int = 0
     seed: int = 0
+    sequences: int = 1
+    length: int = 0
     loss_scale: float = 1.0
     training: bool = True
     cache: "KeyValueCache | None" = None
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    loads: dict[str, np.ndarray] | None = None
 
 
 class Layer:

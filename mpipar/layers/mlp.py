@@ -141,9 +141,10 @@ class GeluMlp(_Mlp):
         std: float,
         out_std: float,
         tanh: bool,
+        bias: bool = True,
     ) -> None:
         shared = {"ops": ops, "stream": stream, "std": std, "out_std": out_std}
-        super().__init__(name, ["up"], width, ffn, bias=True, **shared)
+        super().__init__(name, ["up"], width, ffn, bias=bias, **shared)
         self.tanh = tanh
 
     @property

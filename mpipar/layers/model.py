@@ -106,16 +106,18 @@ class Model:
             self.units += [*before, *joined, *after]
             self.chunks.append(range(start, len(self.units)))
 
-    def groups(self) -> Groups:
+    def groups(self, axis: str = "") -> Groups:
         """A group for each unit's own parameters, and one for each tied weight.
 
         A weight that two units have belongs to the first.
+
+        axis   only parameters whose gradients are summed over it; "" = all
         """
         found: list[list[Parameter]] = []
         home: dict[int, int] = {}
         uses, ends = [], set()
         for unit in self.units:
-            parameters = list(unit.parameters())
+            parameters = [p for p in unit.parameters() if axis in ("", p.axis)]
             fresh = [p for p in parameters if id(p) not in home]
             alone = [[p] for p in fresh if p.tied]
             for group in [*alone, [p for p in fresh if not p.tied]]:

@@ -11,6 +11,7 @@ from typing import Any
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
 from mpipar.train.saves import Saves
+from mpipar.zero.cost import sums
 
 
 class Metrics:
@@ -77,6 +78,7 @@ class Metrics:
             | {"snapshot": self.saves.saver.snapshot.nbytes},
             "memory_predicted": self._predicted,
             "comm": comm,
+            **_experts(result),
         }
 
     def write(self, line: dict[str, Any], *, again: bool = False) -> None:
@@ -96,6 +98,20 @@ class Metrics:
 
     def _counts(self) -> Any:
         return self.engine.grid.counters.snapshot()
+
+
+def _experts(result: StepResult) -> dict[str, Any]:
+    """How evenly the tokens of a step were spread over experts, where there are any."""
+    found = {}
+    for name, counts in result.loads.items():
+        loads, dropped = counts[:-1], counts[-1]
+        total = max(float(loads.sum()), 1.0)
+        found[name] = {
+            "tokens": [int(n) for n in loads],
+            "dropped": float(dropped) / total,
+            "imbalance": float(loads.max()) * len(loads) / total,
+        }
+    return {"experts": found} if found else {}
 
 
 def _keep_until(step: int, file: Path) -> None:
@@ -119,15 +135,10 @@ def _step_of(line: str) -> float:
 
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes of the arrays this rank holds, and the peak of its resident memory."""
-    states, optimizer = engine.states, engine.optimizer
+    optimizer = engine.optimizer
     return {
-        "params": sum(state.values.nbytes for state in states),
-        "grads": sum(state.gradients.nbytes for state in states),
-        "masters": sum(state.masters.nbytes for state in states),
+        **sums(state.held() for state in engine.states),
         "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
-        "unit_buffers": sum(
-            state.values.buffer_bytes + state.gradients.buffer_bytes for state in states
-        ),
         "activations_peak": engine.executor.peak_bytes,
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -25,7 +25,9 @@ def global_arrays(
     dtype    of these arrays
     """
     world = grid.world
-    held = {p.name: p for p in parameters if p.owner and grid.grad.rank == 0}
+    held = {
+        p.name: p for p in parameters if p.owner and getattr(grid, p.axis).rank == 0
+    }
     boxes = world.gather_obj({name: (p.shape, p.box) for name, p in held.items()})
     order: list[str] = []
     if world.rank == 0:

@@ -170,11 +170,14 @@ def _compare_tensors(
 
     gathered = {}
     shown = "gradients" if kind == "gradients" else "values"
-    for parameters in layout.state.whole_units(shown):
-        gathered |= global_arrays(parameters, select, layout.grid, layout.ops.dtype)
+    grid, state = layout.grid, layout.state
+    units = state.whole_units(shown)
+    # A rank with fewer units than others has nothing at the end.
+    for _ in range(int(grid.world.all_reduce(np.array([state.count]), "max")[0])):
+        gathered |= global_arrays(next(units, []), select, grid, layout.ops.dtype)
     if serial is None:
         return
-    exact = {p.name: select(p) for p in serial[0].flat.parameters}
+    exact = {p.name: select(p) for p in serial[0].state.parameters}
     comparison = getattr(verdict, kind)
     for name, error in tensor_errors(gathered, exact):
         comparison.add(name, error)

@@ -14,13 +14,17 @@ CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Hyper:
-    """The fixed numbers of AdamW; the learning rate comes with each step."""
+    """The fixed numbers of AdamW; the learning rate comes with each step.
+
+    steering   step of parameters that steer
+    """
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     clip: float
+    steering: float = 0.0
 
 
 class AdamW:
@@ -45,18 +49,17 @@ class AdamW:
             base = kept.stop
         return m, v
 
-    def square_norm(self, part: int, parts: int) -> float:
+    def square_norm(self) -> float:
         """This rank's share of Σ g² over unique elements.
 
-        `parts` ranks hold the same pieces: each counts its own part of them. Padding
-        and elements that another tp rank owns are left out.
+        Of a piece that several ranks hold each counts its own part. Padding, elements
+        that another tp rank owns and those that steer are left out.
         """
         total = 0.0
         for piece in self.pieces:
-            size = piece.end - piece.begin
-            lo, hi = (piece.begin + size * i // parts for i in (part, part + 1))
-            for owner, start, stop in piece.unit.runs(lambda p: p.owner, lo, hi):
-                if owner:
+            runs = piece.unit.runs(lambda p: p.owner and not p.steers, *piece.share)
+            for counts, start, stop in runs:
+                if counts:
                     grad = piece.grad[start - piece.begin : stop - piece.begin]
                     total += self.ops.square_sum(grad)
         return total
@@ -77,7 +80,11 @@ class AdamW:
             return False
         self.count += 1
         h = self.hyper
-        for decays, arrays in self._runs():
+        for (decays, steers), arrays in self._runs():
+            if steers:
+                data, grad, *_ = arrays
+                data -= h.steering * self.ops.xp.sign(self.ops.wide(grad))
+                continue
             self.ops.adamw(
                 *arrays,
                 lr=lr,
@@ -90,10 +97,13 @@ class AdamW:
             )
         return True
 
-    def _runs(self) -> Iterator[tuple[bool, list[Array]]]:
-        """Values, gradients and moments of neighbours that all decay, or all do not."""
+    def _runs(self) -> Iterator[tuple[tuple[bool, bool], list[Array]]]:
+        """Whether they decay and steer; values, gradients and moments of neighbours
+        that are alike in this."""
         for piece, m, v in zip(self.pieces, *self.moments(), strict=True):
-            runs = piece.unit.runs(lambda p: p.decays, piece.begin, piece.end)
-            for decays, lo, hi in runs:
+            alike = piece.unit.runs(
+                lambda p: (p.decays, p.steers), piece.begin, piece.end
+            )
+            for kind, lo, hi in alike:
                 own = slice(lo - piece.begin, hi - piece.begin)
-                yield decays, [piece.data[own], piece.grad[own], m[own], v[own]]
+                yield kind, [piece.data[own], piece.grad[own], m[own], v[own]]

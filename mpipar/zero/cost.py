@@ -1,6 +1,7 @@
 """What training state costs by formula: bytes held on one rank."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def state_bytes(
@@ -43,3 +44,11 @@ def state_bytes(
         "optimizer": 2 * item * part,
         "unit_buffers": buffers,
     }
+
+
+def sums(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """One table with the sums of several."""
+    total: Counter = Counter()
+    for table in tables:
+        total.update(table)
+    return dict(total)

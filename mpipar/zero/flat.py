@@ -82,6 +82,7 @@ class Piece:
 
     begin, end   in the unit
     data, grad   (end − begin,) values in the compute type, summed gradients
+    part, parts  how many ranks update the same stretch, and which of them this one is
     """
 
     unit: Unit
@@ -89,6 +90,16 @@ class Piece:
     end: int
     data: Array
     grad: Array
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Begin and end in the unit of what this rank counts and saves for all that
+        update the same."""
+        size = self.end - self.begin
+        lo, hi = (size * i // self.parts for i in (self.part, self.part + 1))
+        return self.begin + lo, self.begin + hi
 
 
 class FlatState:

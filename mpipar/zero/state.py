@@ -22,6 +22,7 @@ from typing import Any, Literal
 from mpipar.layers.model import Model, UnitHooks
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
+from mpipar.zero.cost import state_bytes
 from mpipar.zero.flat import FlatState, Piece, Unit
 from mpipar.zero.gradients import (
     BucketedGradients,
@@ -40,6 +41,7 @@ ALIGNED_BYTES = 128
 class TrainingState(UnitHooks):
     """What a rank holds of a model in training, and what happens when units run.
 
+    axis       of the grid: only the parameters that are summed over it
     stage      0 to 3; 0 where there is nothing to share
     grad       communicator of the ranks over which gradients are summed
     shard      of those of them that share one set of parts; replicas  of those that
@@ -54,6 +56,7 @@ class TrainingState(UnitHooks):
         model: Model,
         ops: Ops,
         *,
+        axis: str,
         stage: int,
         grad: Any,
         shard: Any,
@@ -70,7 +73,7 @@ class TrainingState(UnitHooks):
         self.replicas = replicas if self.stage else grad
         self.ties, self.prefetch, self._chunks = ties, prefetch, model.chunks
         self.accumulation = accumulation
-        groups = model.groups()
+        groups = model.groups(axis)
         self._uses = groups.uses
         # Units of the model that read a group: it is reduced when the first one's
         # gradients are there, and final once that is so for all of them. Where they are
@@ -102,8 +105,6 @@ class TrainingState(UnitHooks):
             self.values = WholeValues(self.flat, self.shard)
         else:
             self.values = GatheredValues(self.flat, shard, prefetch)
-        # How many units a rank has at most
-        self.rounds = len(self.flat.units)
         parts = self.shard.size if self.shard else 1
         self.masters = Masters(self.flat, self.values, parts)
 
@@ -131,8 +132,43 @@ class TrainingState(UnitHooks):
         for index, unit in enumerate(self.flat.units):
             data, grad = self.masters.own(index), self.gradients.own(index)
             begin = self.shard.rank * len(data) if self.shard else 0
-            found.append(Piece(unit, begin, begin + len(data), data, grad))
+            copies = self.replicas.rank, self.replicas.size
+            found.append(Piece(unit, begin, begin + len(data), data, grad, *copies))
         return found
+
+    @property
+    def count(self) -> int:
+        """How many units `whole_units` gives."""
+        return len(self.flat.units)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """All of them, in memory order."""
+        return self.flat.parameters
+
+    def held(self) -> dict[str, int]:
+        """Bytes that this rank holds, under the names of metrics."""
+        return {
+            "params": self.values.nbytes,
+            "grads": self.gradients.nbytes,
+            "masters": self.masters.nbytes,
+            "unit_buffers": self.values.buffer_bytes + self.gradients.buffer_bytes,
+        }
+
+    def predicted(self) -> dict[str, int]:
+        """The same, and bytes of moments, by formula."""
+        ops = self.flat.ops
+        return state_bytes(
+            [unit.size for unit in self.flat.units],
+            self.flat.root,
+            stage=self.stage,
+            ranks=self.shard.size if self.shard else 1,
+            prefetch=self.prefetch,
+            accumulation=self.accumulation,
+            beside=self.has_parts_beside,
+            item=ops.dtype.itemsize,
+            operand_item=ops.operand_dtype.itemsize,
+        )
 
     # What the executor tells of the model's units
 
@@ -175,6 +211,10 @@ class TrainingState(UnitHooks):
         self._finals.clear()
         self.gradients.begin()
 
+    def finish_sums(self) -> None:
+        """Waits until all gradients are sums over all axes but those of `ties`."""
+        self.gradients.finish()
+
     def ties_start(self) -> list[Any]:
         """Begins to add up gradients of tied weights, whose parts lie alike on both
         stages; what is to be waited for."""
@@ -186,9 +226,14 @@ class TrainingState(UnitHooks):
 
     def finish(self) -> None:
         """Waits until all gradients are sums over all of their axes."""
-        self.gradients.finish()
+        self.finish_sums()
         for handle in self.ties_start():
             handle.wait()
+
+    def take_masters(self, other: "TrainingState") -> None:
+        """Sets the masters to those of another state of the same model."""
+        for index in range(len(self.flat.units)):
+            self.masters.own(index)[...] = other.masters.own(index)
 
     def bind(self) -> None:
         """Makes the parameters views of this state, where they are of another one."""
@@ -211,17 +256,10 @@ class TrainingState(UnitHooks):
     def whole_units(
         self, kind: Literal["values", "gradients"]
     ) -> Iterator[list[Parameter]]:
-        """The parameters of one unit after the other, each while it is `shown`.
-
-        Collective over all ranks: one with fewer units than others ends with empty
-        lists.
-        """
-        for index in range(self.rounds):
-            if index < len(self.flat.units):
-                with self.shown(index, kind) as unit:
-                    yield unit.parameters
-            else:
-                yield []
+        """The parameters of one unit after the other, each while it is `shown`."""
+        for index in range(len(self.flat.units)):
+            with self.shown(index, kind) as unit:
+                yield unit.parameters
 
     @contextmanager
     def shown(self, index: int, kind: Literal["values", "gradients"]) -> Iterator[Unit]:

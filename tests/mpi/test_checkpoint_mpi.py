@@ -77,10 +77,13 @@ def folder(comm: Any, tmp_path: Path) -> Path:
 
 def save_flat(folder: Path, flat: FlatState, grid: Any, recipe: Recipe) -> Saved:
     """Save the weights of all ranks; those that hold the same ones share them."""
-    pieces = [Piece(u, 0, u.size, flat.data[u.stretch], None) for u in flat.units]
-    share = grid.grad.rank, grid.grad.size
+    grad = grid.grad
+    pieces = [
+        Piece(u, 0, u.size, flat.data[u.stretch], None, grad.rank, grad.size)
+        for u in flat.units
+    ]
     weights = {"weights": [piece.data for piece in pieces]}
-    fragments = list(fragments_of(pieces, weights, share=share))
+    fragments = list(fragments_of(pieces, weights, share=True))
     facts = Facts("a run", to_toml(recipe), grid.describe(), Progress(step=3))
     with Saver(folder, grid.world, OPS) as saver:
         saver.begin(facts, fragments, ["weights"])

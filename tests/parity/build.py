@@ -70,6 +70,9 @@ def serial_recipe(recipe: Recipe) -> Recipe:
         "parallel.context": 1,
         "parallel.context_method": "zigzag",
         "parallel.ulysses": 0,
+        "parallel.expert": 1,
+        "parallel.expert_tensor": 0,
+        "parallel.expert_overlap": False,
         "parallel.data": 1,
         "parallel.sequence": False,
         "parallel.order": ("tp", "cp", "dp", "pp"),
@@ -167,11 +170,11 @@ def layout_engine(recipe: Recipe, comm: Any) -> Iterator[Engine]:
 
 
 def weights(engine: Engine) -> dict[str, np.ndarray]:
-    return {p.name: p.data.copy() for p in engine.flat.parameters}
+    return {p.name: p.data.copy() for p in engine.state.parameters}
 
 
 def gradients(engine: Engine) -> dict[str, np.ndarray]:
-    return {p.name: p.grad.copy() for p in engine.flat.parameters}
+    return {p.name: p.grad.copy() for p in engine.state.parameters}
 
 
 # Checkpoints

@@ -58,7 +58,7 @@ def delayed(recipe):
         valid = count_valid(batch)
         engine.number = step
         loss = engine.gradients([batch], valid) / valid
-        norm = engine.optimizer.square_norm(0, 1) ** 0.5
+        norm = engine.optimizer.square_norm() ** 0.5
         results.append((loss, norm, gradients(engine)))
         engine.flat.data[...] = held[step]
         assert engine.optimizer.update(learning_rate(engine.recipe, step), norm)

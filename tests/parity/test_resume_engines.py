@@ -46,7 +46,7 @@ def serial_loop(recipe, seen):
         valid = count_valid(batch)
         engine.number = step
         loss = engine.gradients([batch], valid) / valid
-        norm = engine.optimizer.square_norm(0, 1) ** 0.5
+        norm = engine.optimizer.square_norm() ** 0.5
         results.append((loss, norm))
         idle = find_idle(gradients(engine))
         engine.flat.data[...] = held[step]

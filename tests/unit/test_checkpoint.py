@@ -245,11 +245,11 @@ def test_ranks_with_the_same_pieces_share_them(parts: int) -> None:
     """Each element is saved once, padding never; shares differ by one at most."""
     unit = Unit(make_parameters(), 0, 16)
     data = np.arange(float(unit.size))
-    piece = Piece(unit, 0, unit.size, data, data)
     found: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
     sizes = []
     for part in range(parts):
-        own = list(fragments_of([piece], {"weights": [data]}, share=(part, parts)))
+        piece = Piece(unit, 0, unit.size, data, data, part, parts)
+        own = list(fragments_of([piece], {"weights": [data]}, share=True))
         sizes.append(sum(f.size for f in own))
         for f in own:
             assert (f.begin, f.end) == (sum(map(len, found[f.name])), f.end)

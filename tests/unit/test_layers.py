@@ -114,10 +114,10 @@ def test_saved_bytes_are_the_stated_ones(case, s):
     made = make(case, s)
     y, saved = made.layer.forward(made.x(), made.step)
     cost = made.layer.cost(BATCH, s)
-    assert nbytes(saved) == cost.saved
+    assert case.holds(nbytes(saved), cost.saved)
     _, left = made.layer.backward_input(upstream(y), saved)
     del saved, y
-    assert nbytes(left) == cost.left
+    assert case.holds(nbytes(left), cost.left)
     assert not made.flat.grad.any()
 
 

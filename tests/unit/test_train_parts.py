@@ -137,6 +137,9 @@ def test_the_terminal_above_a_launcher_is_found(tmp_path: Path) -> None:
 # --- metrics --------------------------------------------------------------------------
 
 
+HELD = {"params": 80, "grads": 80, "masters": 40, "unit_buffers": 7}
+
+
 def fake_engine() -> SimpleNamespace:
     """As much of an engine as metrics look at."""
     array = np.zeros(10)
@@ -146,13 +149,7 @@ def fake_engine() -> SimpleNamespace:
         step_flops=lambda: 1000,
         predicted_memory=lambda: {"params": 80},
         simulate=lambda: SimpleNamespace(bubble=0.25),
-        states=[
-            SimpleNamespace(
-                values=SimpleNamespace(nbytes=80, buffer_bytes=5),
-                gradients=SimpleNamespace(nbytes=80, buffer_bytes=2),
-                masters=SimpleNamespace(nbytes=40),
-            )
-        ],
+        states=[SimpleNamespace(held=lambda: dict(HELD))],
         optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )
