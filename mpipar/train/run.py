@@ -14,6 +14,7 @@ from mpipar.data import Loader, Sampler, unigram_entropy
 from mpipar.engine import (
     Engine,
     StepResult,
+    check_copies,
     load_vocabulary,
     make_sampler,
     open_engine,
@@ -161,6 +162,9 @@ class _Run:
             self.step_s.append(line["seconds"])
             self.saves.step_ended(result)
             number, ends = self.engine.number, result.stop > 0
+            check = self.recipe.train.check_every
+            if check and number % check == 0:
+                check_copies(self.engine)
             if ends:
                 # Whoever wants the run to stop may not wait for the evaluation; a batch
                 # that is open is left to the run that goes on. What is saved is not
