@@ -78,9 +78,8 @@ def test_a_run_stops_before_it_saves_them(comm, tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(Engine, "step", turn)
-    recipe = make_recipe(
-        2, f"data.source={tokens}", "train.check_every=1", "checkpoint.every=2"
-    )
+    words = "train.check_every=1", "checkpoint.every=2", "checkpoint.async=false"
+    recipe = make_recipe(2, f"data.source={tokens}", *words)
     with pytest.raises(CorruptionError, match="after step 4 "):
         run_training(recipe, comm, out=folder / "run")
     names = [path.name for path in checkpoints(folder / "run")]
