@@ -216,10 +216,12 @@ class _Run:
         if self.rank != 0:
             return 0.0
         entropy = unigram_entropy(stream.train, model.vocab)
-        grid = self.engine.grid
+        grid, experts = self.engine.grid, self.recipe.experts
+        taken = f", {experts.active} of {experts.count} experts a token"
         say(
             f"{model.family}: {weights:,} weights, "
             f"{model.layers} layers, width {model.width}, context {model.context}"
+            f"{taken if experts.count else ''}"
         )
         parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
         say(", ".join(parts))
@@ -293,6 +295,8 @@ def _methods(engine: Engine) -> list[str]:
     if engine.grid.pp.size > 1:
         blocks = ",".join(map(str, engine.block_counts))
         methods.append(f"schedule {engine.schedule.name} (blocks {blocks})")
+    if engine.grid.ep.size > 1:
+        methods.append(f"experts over {engine.grid.ep.size} ranks")
     if state.shard:
         methods.append(f"ZeRO {state.stage} over {state.shard.size} ranks")
     if recipe.train.recompute != "none":
