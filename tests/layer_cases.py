@@ -58,7 +58,7 @@ class Case:
     drops: bool = False
 
     def holds(self, nbytes: int, stated: int) -> bool:
-        """True where a layer keeps what it has stated, or at most that where it drops some."""
+        """True where a layer keeps what it states, at most that where it drops some."""
         return nbytes <= stated if self.drops else nbytes == stated
 
     def __str__(self) -> str:
