@@ -295,8 +295,6 @@ def _methods(engine: Engine) -> list[str]:
     if engine.grid.pp.size > 1:
         blocks = ",".join(map(str, engine.block_counts))
         methods.append(f"schedule {engine.schedule.name} (blocks {blocks})")
-    if engine.grid.ep.size > 1:
-        methods.append(f"experts over {engine.grid.ep.size} ranks")
     if state.shard:
         methods.append(f"ZeRO {state.stage} over {state.shard.size} ranks")
     if recipe.train.recompute != "none":
