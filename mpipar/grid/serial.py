@@ -63,10 +63,11 @@ class SerialGrid:
     def describe(self) -> str:
         """Return the axes on one line, fastest first, as in "tp 2 x dp 4 = 8 ranks"."""
         axes = [f"{a} {self.sizes[a]}" for a in self.order if self.sizes[a] > 1]
-        if self.ep.size > 1:
-            axes.append(f"{axes.pop()} (ep {self.ep.size})")
+        experts = f"ep {self.ep.size} in " if self.ep.size > 1 else ""
         noun = "rank" if self.size == 1 else "ranks"
-        return f"{' x '.join(axes)} = {self.size} {noun}" if axes else f"1 {noun}"
+        if not axes:
+            return f"1 {noun}"
+        return f"{experts}{' x '.join(axes)} = {self.size} {noun}"
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
