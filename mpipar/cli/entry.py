@@ -20,6 +20,7 @@ from mpipar.errors import MpiparError
 
 COMMANDS = {
     "train": "train a recipe",
+    "run": "start a training job, and start it again when it fails",
     "verify": "prove that a layout computes what one rank computes",
     "schedule": "draw a pipeline schedule and tell how long it takes",
     "generate": "continue a prompt with a trained model",
@@ -117,13 +118,17 @@ def _parse(
             parser, argv = parsers[name], argv[words:]
             module.add_arguments(parser)
             break
+    rest: list[str] = []
+    if hasattr(module, "TAKES_REST") and "--" in argv:
+        place = list(argv).index("--")
+        argv, rest = argv[:place], list(argv[place + 1 :])
 
     # Every rank parses the same words; one of them is enough to answer. Intermixed,
     # so that key=value may stand before and after the options.
     with nullcontext() if launch.speaks else _quiet():
         if module is None:
             parser.parse_args(argv)
-        return parser.parse_intermixed_args(argv), module
+        return parser.parse_intermixed_args(argv, argparse.Namespace(rest=rest)), module
 
 
 def _add_commands(
