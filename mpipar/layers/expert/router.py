@@ -129,14 +129,13 @@ class Router:
         kept = shares = None
         length = step.length or shape[1]
         capacity = rules.capacity if step.cache is None else 0.0
-        pads = bool(positions.size) and int(positions[-1]) >= length
         if capacity or (rules.balance and step.training):
             kept, shares = spread(
                 chosen.reshape(*shape, -1), positions, rules.count, length, capacity,
                 self.sequence,
             )  # fmt: skip
             kept = kept.reshape(chosen.shape)
-        elif pads:
+        elif _pads(step, positions):
             kept = np.tile(positions < length, shape[0])[:, None] & (chosen >= 0)
         if kept is not None and kept.all():
             kept = None
@@ -273,10 +272,15 @@ class Router:
 
     def _real(self, saved: RouterSaved, positions: np.ndarray) -> np.ndarray | None:
         """Which tokens are no padding; None = all."""
-        length = saved.step.length
-        if not length or not positions.size or positions[-1] < length:
+        if not _pads(saved.step, positions):
             return None
-        return np.tile(positions < length, len(saved.chosen) // positions.size)
+        real = positions < saved.step.length
+        return np.tile(real, len(saved.chosen) // positions.size)
+
+
+def _pads(step: Step, positions: np.ndarray) -> bool:
+    """Whether any of the positions, which rise, is padding."""
+    return bool(step.length and positions.size and positions[-1] >= step.length)
 
 
 def _softmax(z: Array, xp: Any) -> Array:
