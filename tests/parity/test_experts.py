@@ -40,6 +40,7 @@ APART, CUT = "parallel.expert_tensor=1", "parallel.sequence=true"
 ONE = "experts.router=softmax experts.active=1"
 SIGMOIDS = "experts.router=sigmoid experts.active=4 experts.bias_rate=0.01"
 GROUPS = "experts.groups=4 experts.active_groups=2 experts.scale=2.5"
+ORDER = '["dp","pp","tp","cp"]'
 LOSSES = "experts.balance=0.1 experts.z_loss=0.01"
 # (ranks, words)
 LAYOUTS = [
@@ -56,6 +57,11 @@ LAYOUTS = [
     (4, f"{EP2} {PP2} parallel.schedule=zb-h1 train.micro_batch=2 {LOSSES} {SIGMOIDS}"),
     (4, f"parallel.expert=4 {CP2} parallel.context_method=ring experts.capacity=0.5 "
         f"{LOSSES} model.family=llama train.micro_batch=2"),
+    (4, f"{EP2} {CP2} {PP2} parallel.partition=measured {LOSSES} train.micro_batch=4"),
+    (4, f"{EP2} {TP2} {APART} {LOSSES} parallel.zero=2 parallel.order={ORDER}"),
+    # A stage without experts, of which others are shared by halves
+    (4, f"{PP2} experts.dense_blocks=1 parallel.zero=1 parallel.zero_shard=1 "
+        "train.micro_batch=4"),
 ]  # fmt: skip
 # Values of every factor of the full tier; words of a recipe, but for `micro`.
 FACTORS = {
@@ -63,7 +69,11 @@ FACTORS = {
     "tp": ["", TP2, f"{TP2} {CUT}", f"{TP2} {APART}", f"{TP2} {CUT} {APART}"],
     "pp": ["", PP2, f"{PP2} parallel.schedule=zb-h1", f"{PP2} parallel.schedule=zb-v"],
     "cp": ["", *(f"{CP2} parallel.context_method={m}" for m in METHODS)],
-    "zero": [f"parallel.zero={stage}" for stage in range(4)],
+    "order": ["", f"parallel.order={ORDER}"],
+    "zero": [
+        *(f"parallel.zero={stage}" for stage in range(4)),
+        *(f"parallel.zero={stage} parallel.zero_shard=2" for stage in (1, 3)),
+    ],
     "router": [f"experts.router={r}" for r in ("top_softmax", "softmax", "sigmoid")],
     "active": [f"experts.active={k}" for k in (1, 2, 4)],
     "groups": ["", GROUPS],
