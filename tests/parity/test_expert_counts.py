@@ -212,6 +212,7 @@ def test_loads_are_those_of_one_rank(comm, words):
     expected = take_step(alone, batch).loads
     with layout_engine(recipe, comm) as engine:
         loads = take_step(engine, batch).loads
+        assert engine.weights() == alone.weights()
     assert list(loads) == [
         f"blocks.{n}.mlp" for n in range(recipe.experts.dense_blocks, LAYERS)
     ]
@@ -245,3 +246,38 @@ def test_training_without_a_break_reports_the_loads_of_each_batch(comm):
         expected = take_step(alone, make_batch(recipe, step)).loads
         assert list(result.loads) == list(expected)
         assert all(np.array_equal(result.loads[n], x) for n, x in expected.items())
+
+
+def biases(engine):
+    """Those of the routers on this rank, in full precision."""
+    return {
+        name.removesuffix(".router.bias"): piece.data[lo:hi].copy()
+        for piece in engine.state.pieces()
+        for name, lo, hi in piece.unit.runs(lambda p: p.name, piece.begin, piece.end)
+        if name.endswith("router.bias")
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@on_ranks(
+    [
+        (2, "model.context=23 train.micro_batch=8"),
+        (2, f"{EP2} train.micro_batch=1"),
+        (2, f"{TP2} {APART} {EP2} train.micro_batch=4"),
+        (4, f"{EP2} {TP2} {CUT} train.micro_batch=1"),
+    ]
+)
+def test_biases_follow_the_loads_of_all_ranks_exactly(comm, words, precision):
+    """However small the difference from the mean is."""
+    recipe = recipe_of(comm, f"{SIGMOIDS} {words}", f"train.precision={precision}")
+    with layout_engine(recipe, comm) as engine:
+        for step in range(4):
+            before = biases(engine)
+            result = take_step(engine, make_batch(recipe, step))
+            assert result.updated
+            for name, after in biases(engine).items():
+                loads = result.loads[name][:-1]
+                moved = before[name] - after.dtype.type(0.01) * np.sign(
+                    loads - loads.mean()
+                ).astype(after.dtype)
+                assert np.array_equal(after, moved), (step, name, loads)
