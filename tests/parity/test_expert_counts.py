@@ -28,7 +28,7 @@ from parity.test_experts import (
     on_ranks,
 )
 
-from mpipar.layers.expert import mixture
+from mpipar.layers.expert import Router, mixture
 from mpipar.train.metrics import memory
 
 WIDTH, EXPERTS, LAYERS = 32, 8, 2
@@ -281,3 +281,26 @@ def test_biases_follow_the_loads_of_all_ranks_exactly(comm, words, precision):
                     loads - loads.mean()
                 ).astype(after.dtype)
                 assert np.array_equal(after, moved), (step, name, loads)
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro"), [("fp32", 1), ("fp32", 8), ("bf16", 1), ("fp16", 8)]
+)
+@pytest.mark.mpi(2)
+def test_a_bias_feels_one_token_of_thousands(comm, monkeypatch, precision, micro):
+    """What one rank has more of an expert than the mean, the other has less, but for
+    one token."""
+    far = np.array([517, -517, 333, -333, 0, 0, 0, 0])
+    near = np.array([1, -1, -1, 1, 0, 0, 0, 0])
+    loads = 2000 + (far if comm.rank == 0 else near - far)
+    monkeypatch.setattr(Router, "loads", lambda *_: loads)
+    recipe = recipe_of(
+        comm, SIGMOIDS, f"train.precision={precision}", f"train.micro_batch={micro}"
+    )
+    with layout_engine(recipe, comm) as engine:
+        before = biases(engine)
+        result = take_step(engine, make_batch(recipe, 0))
+        for name, after in biases(engine).items():
+            counts = result.loads[name][:-1]
+            assert np.array_equal(counts, recipe.accumulation * (4000 + near))
+            assert np.sign(before[name] - after).tolist() == np.sign(near).tolist()
