@@ -23,6 +23,7 @@ from parity.build import (
     own_batches,
     reference,
     region,
+    save_engine,
     serial_engine,
     take_step,
     write_tokens,
@@ -31,6 +32,7 @@ from parity.test_resume import hops
 
 from mpipar.config import Recipe
 from mpipar.config.recipe import METHODS
+from mpipar.generate import run_generation
 from mpipar.verify import run_verification
 
 MODEL = "experts.count=8 model.ffn=16 train.global_batch=16"
@@ -328,3 +330,19 @@ CUTS = [
 @pytest.mark.mpi(4, timeout=240)
 def test_a_run_goes_on_with_other_shares_of_the_experts(comm, tmp_path, numbers):
     assert hops(comm, tmp_path, SAVED, CUTS, numbers) == {}
+
+
+@pytest.mark.mpi(2)
+def test_generation_says_the_same_on_any_ranks(comm, tmp_path, capsys):
+    words = f"{SAVED} {EP2} {TP2} {APART} model.vocab=256"
+    with layout_engine(make_recipe(2, *words.split()), comm) as engine:
+        take_step(engine, make_batch(engine.recipe, 0))
+        folder = save_engine(engine, comm.bcast(tmp_path))
+    alone, options = comm.Split(comm.rank), {"tokens": 13, "temperature": 1.0}
+    run_generation(folder, alone, "abc", **options)
+    exact = capsys.readouterr().out
+    alone.Free()
+    run_generation(folder, comm, "abc", **options)
+    together = capsys.readouterr().out
+    assert exact.startswith("abc") and len(exact) > 8
+    assert together == (exact if comm.rank == 0 else "")
