@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: the standard tier, or everything with --full. Further arguments go to
-# pytest, such as -k grid.
+# pytest, such as -k grid. Two files run at a time, as ranks wait for each other a good
+# part of it; -n 0 runs one after the other.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -12,4 +13,5 @@ done
 
 install mpich,test
 cd "$root"
-exec "$venv/bin/python" -m pytest ${tier[@]+"${tier[@]}"} ${words[@]+"${words[@]}"}
+two=(-n 2 --dist loadfile --no-loadscope-reorder)
+exec "$venv/bin/python" -m pytest "${two[@]}" ${tier[@]+"${tier[@]}"} ${words[@]+"${words[@]}"}

@@ -51,5 +51,9 @@ class CommError(MpiparError, RuntimeError):
     """A message or collective cannot be made, or did not complete in time."""
 
 
+class CorruptionError(MpiparError, RuntimeError):
+    """Ranks that must hold the same numbers hold different ones."""
+
+
 class CheckpointError(MpiparError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""

@@ -58,8 +58,8 @@ class Case:
     drops: bool = False
 
     def holds(self, nbytes: int, stated: int) -> bool:
-        """True where a layer keeps what it has stated, or less where it drops some."""
-        return nbytes < stated if self.drops else nbytes == stated
+        """True where a layer keeps what it states, at most that where it drops some."""
+        return nbytes <= stated if self.drops else nbytes == stated
 
     def __str__(self) -> str:
         return self.name

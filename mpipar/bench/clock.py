@@ -22,6 +22,8 @@ PREFIXES = (
     ("xent_", "loss"),
     ("row_max", "loss"),
     ("embedding_", "embedding"),
+    ("gather_rows", "rows to experts"),
+    ("combine_rows", "rows to experts"),
     ("adamw", "optimizer"),
     ("square_sum", "optimizer"),
 )

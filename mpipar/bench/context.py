@@ -1,6 +1,5 @@
 """How long attention over a shared sequence takes, by the method of sharing it."""
 
-import os
 import statistics
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.bench.cores import take_own_cores
 from mpipar.bench.report import check_writable, machine, write_json
 from mpipar.comm import raise_together
 from mpipar.config.context_rules import head_ranks, heads_fit
@@ -47,7 +47,7 @@ def run_context(
         error = problem
     with Grid(world, {"cp": world.size}) as grid:
         raise_together(error, grid.world)
-        _take_own_cores(grid)
+        take_own_cores(grid)
         cores = _cores(grid, heads, kv_heads)
         sizes = Heads(heads, kv_heads, width, width**-0.5)
         passes = {name: _Pass(core, cut, grid, length, sizes)
@@ -108,15 +108,6 @@ def _cores(grid: Grid, heads: int, kv_heads: int) -> dict[str, tuple[Core, Cut]]
 
 def _nothing_dropped(queries: np.ndarray, keys: np.ndarray, head: int) -> None:
     return None
-
-
-def _take_own_cores(grid: Grid) -> None:
-    """Binds this rank to its share of the cores of the node."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // grid.size
-    if share:
-        first = grid.node_rank * share
-        os.sched_setaffinity(0, cores[first : first + share])
 
 
 def _check(length: int, heads: int, kv_heads: int, rounds: int, ranks: int) -> None:

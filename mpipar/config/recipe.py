@@ -284,6 +284,11 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where arrays live; auto = cuda where there is a GPU"
     )
+    check_every: Natural = Field(
+        0,
+        description="steps between checks that ranks with the same weights have the "
+        "same bits; 0 = never",
+    )
     eval_every: Natural = Field(
         0, description="steps between evaluations; 0 = only at the end"
     )

@@ -19,6 +19,7 @@ from mpipar.ops.attention import AttentionOps
 from mpipar.ops.half import HALVES, NAMES, is_half, narrow, widen
 from mpipar.ops.norm import NormOps
 from mpipar.ops.random import RandomOps
+from mpipar.ops.rows import RowOps
 
 Array = Any
 
@@ -26,7 +27,7 @@ GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
 GELU_TANH_CUBIC = 0.044715
 
 
-class Ops(AttentionOps, NormOps, RandomOps):
+class Ops(AttentionOps, NormOps, RandomOps, RowOps):
     """Array maths on one device in one precision.
 
     xp              array module, NumPy or CuPy

@@ -23,11 +23,12 @@ from mpipar.ops.kernels import (
     random,
 )  # fmt: skip
 from mpipar.ops.kernels.tile import has_registers
-from mpipar.ops.runner import KernelOps, as_bits, optional, rows_of, spaced_rows
+from mpipar.ops.row_kernels import RowKernelOps
+from mpipar.ops.runner import as_bits, optional, rows_of, spaced_rows
 from mpipar.ops.team import MULTIPLY_ADDS
 
 
-class NumpyOps(KernelOps):
+class NumpyOps(RowKernelOps):
     """Fast CPU ops in the compute type `dtype`, float32 or float64.
 
     threads   that share each operation

@@ -22,14 +22,21 @@ AUTO = "auto"
 # Where a run folder has this, it holds a run
 RECIPE = "recipe.toml"
 # What a model computes with the same weights
-_MODEL = (
-    "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied",
-    "activation", "rope_theta", "window", "norm_eps",
-)  # fmt: skip
+_MODEL = {
+    "model": (
+        "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied",
+        "activation", "rope_theta", "window", "norm_eps",
+    ),
+    "experts": (
+        "count", "active", "ffn", "shared", "dense_blocks", "router", "groups",
+        "active_groups", "scale",
+    ),
+}  # fmt: skip
 # What may change without a word: it does not change what is computed
 _FREE = (
     "parallel.", "log.", "checkpoint.", "train.micro_batch", "train.recompute",
-    "train.device", "train.max_hours", "train.eval_", "data.workers",
+    "train.device", "train.max_hours", "train.eval_", "train.check_every",
+    "data.workers",
 )  # fmt: skip
 
 
@@ -140,10 +147,14 @@ def _checked(start: Start, recipe: Recipe) -> Start:
     if start.manifest is None:
         return start
     before = _sections(start)
-    fixed = [f"model.{key}" for key in _MODEL]
+    fixed = [f"{section}.{key}" for section, keys in _MODEL.items() for key in keys]
     if recipe.model.family == "gpt":
         fixed.append("model.context")
     changed = _changes(before, recipe)
+    rate = "experts.bias_rate"
+    if toml_value(0.0) in changed.get(rate, ()):
+        # There is a bias, or there is none
+        fixed.append(rate)
     wrong = [
         f"{key} = {new} must be {old}, as in {start.folder}"
         for key, (old, new) in changed.items()

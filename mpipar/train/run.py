@@ -14,6 +14,7 @@ from mpipar.data import Loader, Sampler, unigram_entropy
 from mpipar.engine import (
     Engine,
     StepResult,
+    check_copies,
     load_vocabulary,
     make_sampler,
     open_engine,
@@ -161,6 +162,9 @@ class _Run:
             self.step_s.append(line["seconds"])
             self.saves.step_ended(result)
             number, ends = self.engine.number, result.stop > 0
+            check = self.recipe.train.check_every
+            if check and number % check == 0:
+                check_copies(self.engine)
             if ends:
                 # Whoever wants the run to stop may not wait for the evaluation; a batch
                 # that is open is left to the run that goes on. What is saved is not
@@ -212,10 +216,12 @@ class _Run:
         if self.rank != 0:
             return 0.0
         entropy = unigram_entropy(stream.train, model.vocab)
-        grid = self.engine.grid
+        grid, experts = self.engine.grid, self.recipe.experts
+        taken = f", {experts.active} of {experts.count} experts a token"
         say(
             f"{model.family}: {weights:,} weights, "
             f"{model.layers} layers, width {model.width}, context {model.context}"
+            f"{taken if experts.count else ''}"
         )
         parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
         say(", ".join(parts))
@@ -289,6 +295,8 @@ def _methods(engine: Engine) -> list[str]:
     if engine.grid.pp.size > 1:
         blocks = ",".join(map(str, engine.block_counts))
         methods.append(f"schedule {engine.schedule.name} (blocks {blocks})")
+    if engine.grid.ep.size > 1:
+        methods.append(f"experts over {engine.grid.ep.size} ranks")
     if state.shard:
         methods.append(f"ZeRO {state.stage} over {state.shard.size} ranks")
     if recipe.train.recompute != "none":

@@ -25,6 +25,16 @@ class JointState(UnitHooks):
         return self.parts[0].flat
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage, of all parts."""
+        return self.parts[0].stage
+
+    @property
+    def shard(self) -> Any:
+        """Who shares the first part."""
+        return self.parts[0].shard
+
+    @property
     def count(self) -> int:
         """How many units `whole_units` gives."""
         return sum(part.count for part in self.parts)

@@ -67,6 +67,7 @@ class TrainingState(UnitHooks):
         bucket_bytes: float = 0.0,
         accumulation: int = 1,
     ) -> None:
+        self.grad = grad
         self.stage = stage if shard.size > 1 else 0
         self.shard = shard if self.stage else None
         # Every rank of stage 0 updates all: sums and buffers have the same axis.
@@ -145,6 +146,13 @@ class TrainingState(UnitHooks):
     def parameters(self) -> list[Parameter]:
         """All of them, in memory order."""
         return self.flat.parameters
+
+    def copies(self) -> tuple[Any, list[Array]]:
+        """The ranks that hold the same values, and these, by unit."""
+        units = self.flat.units
+        if self.stage == 3:
+            return self.replicas, [self.values.own(i) for i in range(len(units))]
+        return self.grad, [self.flat.data[unit.stretch] for unit in units]
 
     def held(self) -> dict[str, int]:
         """Bytes that this rank holds, under the names of metrics."""

@@ -58,7 +58,8 @@ def test_the_count_of_updates_comes_back(comm, tmp_path):
     """A17"""
     words = ["train.clip=0", "optimizer.weight_decay=0", "optimizer.warmup=0",
              "optimizer.schedule=constant", "optimizer.beta2=0.999",
-             "train.global_batch=12", "model.layers=1"]  # fmt: skip
+             "optimizer.eps=1e-8", "train.global_batch=12",
+             "model.layers=1"]  # fmt: skip
     run, moved = comm.bcast(tmp_path), []
     recipe = make_recipe(4, *words, "parallel.zero=1", "train.micro_batch=3")
     with layout_engine(recipe, comm) as engine:

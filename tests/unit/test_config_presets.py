@@ -9,7 +9,10 @@ import mpipar
 from mpipar.config import Recipe, find_recipe, preset_names, read_recipe, to_toml
 from mpipar.errors import ConfigError
 
-PRESETS = ["gpt2-124m", "llama-8b", "small", "tiny", "tiny-llama"]
+PRESETS = [
+    "deepseek-16b", "gpt2-124m", "llama-8b", "mixtral-8x7b", "small", "tiny",
+    "tiny-llama", "tiny-mixtral",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +35,11 @@ def parameters(recipe: Recipe) -> int:
     matrices = 2 * m.width * (m.width + kv_width)
     table = m.vocab * m.width
     if m.family == "llama":
-        block = matrices + 3 * m.width * m.ffn + 2 * m.width
-        return m.layers * block + m.width + table * (1 if m.tied else 2)
+        block, e = matrices + 2 * m.width, recipe.experts
+        dense = m.layers if e.count == 0 else e.dense_blocks
+        mixture = e.count * m.width + 3 * m.width * e.ffn * (e.count + e.shared)
+        inner = dense * 3 * m.width * m.ffn + (m.layers - dense) * mixture
+        return m.layers * block + inner + m.width + table * (1 if m.tied else 2)
     biases = 2 * m.width + 2 * kv_width + m.ffn + m.width
     block = matrices + 2 * m.width * m.ffn + biases + 4 * m.width
     return m.layers * block + 2 * m.width + table + m.context * m.width
@@ -56,6 +62,13 @@ def test_the_presets_are_known():
         ("gpt2-124m", 48, ("parallel.tensor=12", "model.context=1020")),
         *(("llama-8b", n, ()) for n in (8, 64, 4096)),
         ("llama-8b", 512, ("parallel.tensor=32",)),
+        *(("tiny-mixtral", n, ()) for n in (1, 2, 8)),
+        *(("tiny-mixtral", n, (f"parallel.expert={n}",)) for n in (2, 4)),
+        *(
+            (name, n, ())
+            for name in ("mixtral-8x7b", "deepseek-16b")
+            for n in (8, 64, 512)
+        ),
     ],
 )
 def test_a_preset_resolves_and_is_written_exactly(name, ranks, overrides):
@@ -66,7 +79,12 @@ def test_a_preset_resolves_and_is_written_exactly(name, ranks, overrides):
 
 @pytest.mark.parametrize(
     ("name", "ranks", "count"),
-    [("gpt2-124m", 1, 124_439_808), ("llama-8b", 8, 8_030_261_248)],
+    [
+        ("gpt2-124m", 1, 124_439_808),
+        ("llama-8b", 8, 8_030_261_248),
+        ("mixtral-8x7b", 8, 46_702_792_704),
+        ("deepseek-16b", 8, 16_375_728_128),
+    ],
 )
 def test_a_preset_has_the_size_of_its_model(name, ranks, count):
     assert parameters(preset(name, ranks)) == count

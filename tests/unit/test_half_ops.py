@@ -219,6 +219,24 @@ def test_embeddings_in_16_bits(ops):
     assert_added(ops, grad, before, sums)
 
 
+def test_rows_to_experts_and_back(ops):
+    dy, rows = ops.operand(draw(20, 6)), draw(40, 6, seed=1)
+    exact, gates = from_half(dy), draw(20, 2, seed=2)
+    tokens, slots = (x.reshape(-1) for x in np.indices((20, 2)))
+    moved = ops.gather_rows(dy, tokens)
+    assert np.array_equal(moved, dy[tokens])
+    assert np.array_equal(ops.gather_rows(rows, tokens), rows[tokens])
+    out, right = np.ones((2, 20, 6), np.float32)
+    ops.combine_rows(rows, np.arange(40).reshape(20, 2), gates, out=out)
+    PLAIN.combine_rows(rows, np.arange(40).reshape(20, 2), gates, out=right)
+    assert_close(out, right, 1e-6)
+    dgates, right = np.zeros((2, 20, 2), np.float32)
+    dx = ops.combine_rows_bwd(dy, rows, tokens, slots, gates, dgates=dgates)
+    plain = PLAIN.combine_rows_bwd(exact, rows, tokens, slots, gates, dgates=right)
+    assert_rounds(ops, dx, plain)
+    assert_close(dgates, right, 1e-5)
+
+
 def test_rows_of_a_token_are_added_up_before_they_are_rounded(ops):
     """A19's kind: 256 and eight times 1 for the same token."""
     dy = np.array([[256.0], *[[1.0]] * 8], np.float32)[None]

@@ -130,6 +130,35 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype, monkeypatch):
             assert_close(x, y, 1e-6 if dtype == "float32" else 1e-14)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_a_token_gets_of_experts_is_the_same_in_any_company(dtype, monkeypatch):
+    """Bit by bit: whatever the threads, and whichever tokens are beside it."""
+    monkeypatch.setattr("mpipar.ops.team.WORTHWHILE", 0)
+    rng = np.random.default_rng(0)
+    t, k, d = 50, 3, 67
+    order = rng.permutation(t * k)
+    rows, dy = (rng.standard_normal((n, d)).astype(dtype) for n in (t * k, t))
+    gates = rng.standard_normal((t, k)).astype(dtype)
+    places, (tokens, slots) = order.reshape(t, k), np.indices((t, k)).reshape(2, -1)
+    by_choice = rows[order]
+
+    def passed(threads, lo, hi):
+        ops, own = NumpyOps(dtype, threads), slice(lo, hi)
+        out, dgates = np.ones((hi - lo, d), dtype), np.zeros((hi - lo, k), dtype)
+        ops.combine_rows(rows, places[own], gates[own], out=out)
+        count = (hi - lo) * k
+        dx = ops.combine_rows_bwd(
+            dy[own], by_choice[lo * k : hi * k], tokens[:count], slots[:count],
+            gates[own], dgates=dgates,
+        )  # fmt: skip
+        return out, dx.reshape(-1, k, d), dgates
+
+    whole = passed(1, 0, t)
+    for threads, lo, hi in ((3, 0, t), (1, 7, 8), (2, 7, 31)):
+        for part, x in zip(passed(threads, lo, hi), whole, strict=True):
+            assert np.array_equal(part, x[lo:hi])
+
+
 def test_a_team_covers_all_items_once_and_raises_what_a_part_raises():
     team = Team(3)
     for items in (0, 1, 2, 3, 10, 1000):

@@ -81,6 +81,21 @@ def fused_heads(draw):
     return {"x": fused[:, :, 1:3]} | table
 
 
+def routed_rows(draw):
+    """Rows of three choices a token, every other one of the first token's not taken."""
+    count, k = draw.b * draw.s, 3
+    taken = np.ones((count, k), bool)
+    taken[0, ::2] = False
+    tokens, slots = (x[::-1].copy() for x in np.nonzero(taken))
+    places = np.full((count, k), len(tokens))
+    places[tokens, slots] = np.arange(len(tokens))
+    gates, rows = draw(count, k), draw(len(tokens), draw.width)
+    there = {"rows": rows, "places": places, "out": draw(count, draw.width)}
+    back = {"dy": draw(count, draw.width), "rows": rows, "tokens": tokens,
+            "slots": slots, "dgates": draw(count, k)}  # fmt: skip
+    return there | {"gates": gates}, back | {"gates": gates}
+
+
 CALLS = [
     Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3), "b": d(d.width)}),
     Call("linear_fwd", lambda d: {"x": d.rows(4)[..., 1:], "w": d(d.width, 3)},
@@ -129,6 +144,12 @@ CALLS = [
                                      "rows": np.arange(d.s)[::-1] + 1}, ("x",)),
     Call("positions_dw", lambda d: {"dy": d.rows(), "rows": np.arange(d.s)[::-1] + 1,
                                     "dtable": d(d.s + 2, d.width)}, ("dtable",)),
+    Call("gather_rows", lambda d: {"x": d(9, d.width),
+                                   "index": d.ids(0, 9).reshape(-1)}),
+    Call("combine_rows", lambda d: routed_rows(d)[0], ("out",)),
+    Call("combine_rows", lambda d: routed_rows(d)[0] | {"gates": None}, ("out",),
+         "combine_rows without gates"),
+    Call("combine_rows_bwd", lambda d: routed_rows(d)[1], ("dgates",)),
     Call("row_max", lambda d: {"logits": d.rows()}),
     Call("row_sum", lambda d: {"x": d.rows()}),
     Call("row_sum", lambda d: {"x": d.halves()[1]}, label="row_sum of a view"),

@@ -75,14 +75,16 @@ class Dispatch:
     def arrived(self, handle: Any, plan: Plan) -> Array:
         """What has come, ordered by expert.  →  (m, d)"""
         rows = handle.wait()
-        return rows if plan.order is None else rows[self.ops.asarray(plan.order)]
+        if plan.order is None:
+            return rows
+        return self.ops.gather_rows(rows, self.ops.asarray(plan.order))
 
     def give_back_start(self, rows: Array, plan: Plan) -> Any:
         """Begins to bring rows (m, d), ordered by expert, to where they came from."""
         if plan.order is not None:
-            back = self.ops.xp.empty_like(rows)
-            back[self.ops.asarray(plan.order)] = rows
-            rows = back
+            places = np.empty_like(plan.order)
+            places[plan.order] = np.arange(len(places))
+            rows = self.ops.gather_rows(rows, self.ops.asarray(places))
         leaving, arriving = plan.routes
         return self.ep.all_to_all_start(rows, (arriving, leaving))
 
@@ -91,14 +93,5 @@ class Dispatch:
 
         rows (n, d);  gates (t, k) or None = 1;  out (t, d)
         """
-        asarray = self.ops.asarray
-        for slot in range(plan.rows.shape[1]):
-            places = plan.rows[:, slot]
-            there = None if gates is None else gates[:, slot, None]
-            if len(rows) and places.max(initial=-1) < len(rows):
-                own = rows[asarray(places)]
-                out += own if there is None else own * there
-                continue
-            tokens = np.flatnonzero(places < len(rows))
-            own, tokens = rows[asarray(places[tokens])], asarray(tokens)
-            out[tokens] += own if there is None else own * there[tokens]
+        places = self.ops.asarray(plan.rows)
+        self.ops.combine_rows(rows, places, gates, out=out)

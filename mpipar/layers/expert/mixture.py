@@ -118,7 +118,9 @@ class Mixture(Branch):
         cuts = self._cuts(len(rows))
         plans = [self._plan(routed, part) for part in cuts]
         sent = [
-            self.dispatch.send_start(rows[part][ops.asarray(plan.tokens)], plan)
+            self.dispatch.send_start(
+                ops.gather_rows(rows[part], ops.asarray(plan.tokens)), plan
+            )
             for part, plan in zip(cuts, plans, strict=True)
         ]
         returning, kept = [], []
@@ -234,11 +236,9 @@ class Mixture(Branch):
         slots = np.empty(len(plan.tokens), np.int64)
         taken = plan.rows < len(slots)
         slots[plan.rows[taken]] = np.nonzero(taken)[1]
-        slots = ops.asarray(slots)
-        rows = ops.wide(dys)[tokens]
-        dgates[tokens, slots] = ops.xp.einsum("nd,nd->n", rows, its.outputs)
-        rows *= gates[tokens, slots][:, None]
-        return ops.operand(rows)
+        return ops.combine_rows_bwd(
+            dys, its.outputs, tokens, ops.asarray(slots), gates, dgates=dgates
+        )
 
     def _count(self, routed: RouterSaved, positions: np.ndarray) -> np.ndarray | None:
         """Adds this rank's loads to those of the step; by how much they are uneven."""

@@ -129,14 +129,15 @@ class Router:
         kept = shares = None
         length = step.length or shape[1]
         capacity = rules.capacity if step.cache is None else 0.0
+        real = _real(positions, step, len(chosen))
         if capacity or (rules.balance and step.training):
             kept, shares = spread(
                 chosen.reshape(*shape, -1), positions, rules.count, length, capacity,
                 self.sequence,
             )  # fmt: skip
             kept = kept.reshape(chosen.shape)
-        elif _pads(step, positions):
-            kept = np.tile(positions < length, shape[0])[:, None] & (chosen >= 0)
+        elif real is not None:
+            kept = np.tile(real[:, None], rules.active)
         if kept is not None and kept.all():
             kept = None
         elif kept is not None:
@@ -195,7 +196,7 @@ class Router:
 
     def loads(self, saved: RouterSaved, positions: np.ndarray) -> np.ndarray:
         """How many choices of this rank's tokens fell on each expert."""
-        real = self._real(saved, positions)
+        real = _real(positions, saved.step, len(saved.chosen))
         chosen = saved.chosen if real is None else saved.chosen[real]
         return np.bincount(chosen.reshape(-1), minlength=self.rules.count)
 
@@ -252,7 +253,7 @@ class Router:
         if rules.router == "sigmoid":
             total = scores.sum(axis=1, keepdims=True) + TINY
             dp = (dp - (scores / total * dp).sum(axis=1, keepdims=True)) / total
-        real = self._real(saved, positions)
+        real = _real(positions, saved.step, len(dp))
         return dp if real is None else dp * self.ops.asarray(real)[:, None]
 
     def _z_loss(self, saved: RouterSaved, positions: np.ndarray) -> Array:
@@ -262,7 +263,7 @@ class Router:
         lse = top + xp.log(xp.exp(logits - top).sum(axis=1, keepdims=True))
         weight = 2 * self.rules.z_loss * self._mean(saved, positions)
         dz = logits.dtype.type(weight) * lse * _softmax(logits, xp)
-        real = self._real(saved, positions)
+        real = _real(positions, saved.step, len(dz))
         return dz if real is None else dz * self.ops.asarray(real)[:, None]
 
     def _mean(self, saved: RouterSaved, positions: np.ndarray) -> float:
@@ -270,20 +271,16 @@ class Router:
         step = saved.step
         return step.loss_scale / (step.sequences * (step.length or positions.size))
 
-    def _real(self, saved: RouterSaved, positions: np.ndarray) -> np.ndarray | None:
-        """Which tokens are no padding; None = all."""
-        if not _pads(saved.step, positions):
-            return None
-        real = positions < saved.step.length
-        return np.tile(real, len(saved.chosen) // positions.size)
-
-
-def _pads(step: Step, positions: np.ndarray) -> bool:
-    """Whether any of the positions, which rise, is padding."""
-    return bool(step.length and positions.size and positions[-1] >= step.length)
-
 
 def _softmax(z: Array, xp: Any) -> Array:
     p = xp.exp(z - z.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     return p
+
+
+def _real(positions: np.ndarray, step: Step, tokens: int) -> np.ndarray | None:
+    """Which of the tokens, of sequences at these positions, are no padding; None = all
+    are."""
+    if not step.length or not positions.size or positions[-1] < step.length:
+        return None
+    return np.tile(positions < step.length, tokens // positions.size)
