@@ -124,6 +124,9 @@ class Engine:
 
     def _make_state(self) -> TrainingState | JointState:
         state = self._make_part("grad")
+        if self.recipe.experts.count:
+            # All ranks make them together, those of stages without experts too
+            self._sharing("edp")
         if any(p.axis == "edp" for p in self.model.parameters()):
             return JointState([state, self._make_part("edp")])
         return state
@@ -131,26 +134,33 @@ class Engine:
     def _make_part(self, axis: str) -> TrainingState:
         """The state of the parameters that are summed over an axis of the grid."""
         parallel, grid = self.recipe.parallel, self.grid
-        kv_heads, tp, grad = self.recipe.model.kv_heads, grid.tp, getattr(grid, axis)
+        kv_heads, tp = self.recipe.model.kv_heads, grid.tp
         partials = {"tp": tp}
         if kv_heads < tp.size:
             partials["kv"] = grid.sub("tp", tp.size // kv_heads)
-        ranks = math.gcd(parallel.zero_shard, grad.size)
-        whole = ranks == grad.size
+        shard, replicas = self._sharing(axis)
         return TrainingState(
             self.model,
             self.ops,
             axis=axis,
             stage=parallel.zero,
-            grad=grad,
-            shard=grad if whole else grid.sub(axis, ranks),
-            replicas=grid.across(axis, ranks),
+            grad=getattr(grid, axis),
+            shard=shard,
+            replicas=replicas,
             partials=partials,
             ties=grid.ends(),
             prefetch=parallel.prefetch,
             bucket_bytes=parallel.bucket_mb * 2**20,
             accumulation=self.recipe.accumulation,
         )
+
+    def _sharing(self, axis: str) -> tuple[Any, Any]:
+        """Ranks of an axis that share one copy of the state, and those that hold the
+        same part of it. Collective when first asked."""
+        grid, grad = self.grid, getattr(self.grid, axis)
+        ranks = math.gcd(self.recipe.parallel.zero_shard, grad.size)
+        shard = grad if ranks == grad.size else grid.sub(axis, ranks)
+        return shard, grid.across(axis, ranks)
 
     def weights(self) -> int:
         """Elements of the whole model; collective."""

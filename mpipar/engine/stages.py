@@ -130,6 +130,8 @@ def _measure(
         samples=ops.asarray(np.arange(shape[0])),
         labels=ids,
         valid=ids.size,
+        sequences=recipe.train.global_batch,
+        length=recipe.model.context,
     )
     again = model.block_units() if recipe.train.recompute == "full" else ()
     best = np.full(len(model.units), math.inf)

@@ -51,19 +51,25 @@ LAYOUTS = [
 def delayed(recipe):
     """Losses, norms, gradients and last weights of the serial loop."""
     engine = serial_engine(recipe)
-    held, results = [engine.flat.data.copy()], []
+    held, results = [weights(engine)], []
     for step in range(STEPS):
-        engine.flat.data[...] = held[max(step - 1, 0)]
+        put(engine, held[max(step - 1, 0)])
         batch = make_batch(recipe, step)
         valid = count_valid(batch)
         engine.number = step
         loss = engine.gradients([batch], valid) / valid
         norm = engine.optimizer.square_norm() ** 0.5
         results.append((loss, norm, gradients(engine)))
-        engine.flat.data[...] = held[step]
+        put(engine, held[step])
         assert engine.optimizer.update(learning_rate(engine.recipe, step), norm)
-        held.append(engine.flat.data.copy())
-    return results, weights(engine)
+        held.append(weights(engine))
+    return results, held[-1]
+
+
+def put(engine, values):
+    """Sets all weights."""
+    for p in engine.state.parameters:
+        p.data[...] = values[p.name]
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,10 @@ EIGHT = [
 
 
 def recipe_of(model, layout):
+    """Of one of the models, or of one that has these words."""
     ranks, words = layout
     batch = "train.global_batch=12" if layout in FOUR else "train.global_batch=24"
-    return make_recipe(ranks, batch, *MODELS[model].split(), *words.split())
+    return make_recipe(ranks, batch, *MODELS.get(model, model).split(), *words.split())
 
 
 def state_of(engine):

@@ -19,6 +19,7 @@ from parity.build import (
     take_step,
     weights,
 )
+from parity.test_continuous import put
 from parity.test_resume import differ, state_of
 
 from mpipar.checkpoint import read_manifest
@@ -39,9 +40,9 @@ def serial_loop(recipe, seen):
     A plain run is 0, 1, 2, …; 2bw is 0, 0, 1, 2, …
     """
     engine = serial_engine(recipe)
-    held, results = [engine.flat.data.copy()], []
+    held, results = [weights(engine)], []
     for step, version in enumerate(seen):
-        engine.flat.data[...] = held[version]
+        put(engine, held[version])
         batch = make_batch(recipe, step)
         valid = count_valid(batch)
         engine.number = step
@@ -49,10 +50,10 @@ def serial_loop(recipe, seen):
         norm = engine.optimizer.square_norm() ** 0.5
         results.append((loss, norm))
         idle = find_idle(gradients(engine))
-        engine.flat.data[...] = held[step]
+        put(engine, held[step])
         assert engine.optimizer.update(learning_rate(engine.recipe, step), norm)
-        held.append(engine.flat.data.copy())
-    return results, weights(engine), idle
+        held.append(weights(engine))
+    return results, held[-1], idle
 
 
 def train(engine, first, last):
@@ -75,6 +76,7 @@ def errors_after(engine, results, exact, begin):
 
 
 BATCH = "train.global_batch=12"
+EXPERTS = "experts.count=4 experts.bias_rate=0.01 experts.balance=0.1"
 TWO_BW = ["parallel.schedule=2bw", "model.dropout=0.1", "model.layers=4", BATCH]
 
 
@@ -89,6 +91,11 @@ TWO_BW = ["parallel.schedule=2bw", "model.dropout=0.1", "model.layers=4", BATCH]
             "parallel.pipeline=2 parallel.zero=2 train.micro_batch=1",
             "parallel.pipeline=2 parallel.tensor=2 train.micro_batch=6",
             marks=pytest.mark.full,
+        ),
+        (
+            f"{EXPERTS} parallel.pipeline=2 parallel.expert=2 train.micro_batch=3",
+            f"{EXPERTS} parallel.pipeline=2 parallel.tensor=2 parallel.expert_tensor=1 "
+            "parallel.expert=2 train.micro_batch=6",
         ),
     ],
     ids=str,

@@ -37,12 +37,23 @@ precision = "{precision}"
 """
 
 
-def lively_model(family: str, precision: str, kv_heads: int) -> tuple[Model, Ops]:
-    """A model whose weights are large enough to make different tokens likely."""
+def lively_model(
+    family: str, precision: str, kv_heads: int, words: str = ""
+) -> tuple[Model, Ops]:
+    """A model whose weights are large enough to make different tokens likely.
+
+    words   what else is in its recipe
+    """
     text = TEXT.format(family=family, precision=precision, kv_heads=kv_heads)
-    recipe = read_recipe(text, ranks=1)
+    recipe = read_recipe(text, words.split(), ranks=1)
     ops = make_ops("cpu", precision)
-    model = build_model(recipe.model, ops=ops, tp=serial_grid().tp, sequence=False)
+    model = build_model(
+        recipe.model,
+        ops=ops,
+        tp=serial_grid().tp,
+        sequence=False,
+        experts=recipe.experts,
+    )
     flat = FlatState(model.groups().parameters, ops)
     flat.initialize(7)
     flat.data *= 12
@@ -59,10 +70,21 @@ def continued(
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize(
-    ("family", "kv_heads"), [("gpt", 4), ("gpt", 2), ("llama", 2), ("llama", 1)]
+    ("family", "kv_heads", "words"),
+    [
+        ("gpt", 4, ""),
+        ("gpt", 2, ""),
+        ("llama", 2, ""),
+        ("llama", 1, ""),
+        ("llama", 4, "experts.count=4"),
+        ("gpt", 4, "experts.count=4 experts.capacity=0.5 experts.balance=0.1"),
+        ("llama", 4, "experts.count=4 experts.router=sigmoid experts.bias_rate=0.1"),
+    ],
 )
-def test_the_cache_changes_no_token(family: str, kv_heads: int, precision: str) -> None:
-    model, ops = lively_model(family, precision, kv_heads)
+def test_the_cache_changes_no_token(
+    family: str, kv_heads: int, words: str, precision: str
+) -> None:
+    model, ops = lively_model(family, precision, kv_heads, words)
     prompt = [5, 99, 3]
     tokens = continued(model, ops, prompt, 16)
     assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"

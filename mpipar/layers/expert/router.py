@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.comm.layout import R, S
 from mpipar.layers.base import Step
-from mpipar.layers.cost import Cost
+from mpipar.layers.cost import Cost, move
 from mpipar.layers.expert.choice import choose, spread
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
@@ -64,6 +65,7 @@ class Router:
     Shapes    x (t, d) tokens of this rank;  W (e, d) and bias (e,) on every rank
     Saves     (e + k) items and 8·k bytes a token; with balance or capacity 8·e bytes a
               sequence, and k more a token where any is dropped
+    Moves     as `spread`, with balance or capacity
     Flops     2·t·d·e
     Precision logits, scores and gates at least fp32
     Source    Shazeer et al. 2017; Fedus et al. 2021 (balance); Zoph et al. 2022
@@ -202,10 +204,15 @@ class Router:
         """Of so many positions of so many sequences."""
         width, rules = self.weight.shape[1], self.rules
         item, tokens = self.ops.dtype.itemsize, batch * positions
-        saved = tokens * ((rules.count + rules.active) * item + 8 * rules.active)
+        saved, gathers = tokens * (rules.count + rules.active) * item, Cost()
+        saved += tokens * 8 * rules.active
         if rules.capacity or rules.balance:
             saved += 8 * batch * rules.count
-        return Cost(
+            nbytes = 4 * positions * (batch * rules.active + 1)
+            for axis in self.sequence:
+                nbytes *= axis.size
+                gathers += move(axis.name, axis.size, S(0), R, nbytes)
+        return gathers + Cost(
             flops=2 * tokens * width * rules.count,
             saved=saved,
             left=tokens * rules.count * item + (8 * rules.count if self.bias else 0),
