@@ -17,7 +17,7 @@ from mpipar.checkpoint import Fragment, Manifest, fragments_of, load
 from mpipar.comm import raise_together
 from mpipar.config import Recipe
 from mpipar.data import Batch
-from mpipar.engine.experts import expert_cut
+from mpipar.engine.experts import bias_moves, expert_cut, loads_of, mixtures_of
 from mpipar.engine.learning_rate import learning_rate
 from mpipar.engine.sequence import OwnSequence
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
@@ -102,10 +102,7 @@ class Engine:
         self.flat = self.state.flat
         self.state.initialize(recipe.train.seed)
         o = recipe.optimizer
-        hyper = Hyper(
-            o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip,
-            recipe.experts.bias_rate,
-        )  # fmt: skip
+        hyper = Hyper(o.beta1, o.beta2, o.eps, o.weight_decay, recipe.train.clip)
         self.optimizer = AdamW(self.state.pieces(), ops, hyper)
         self.loss_scale = LossScale()
         if ops.precision == "fp16":
@@ -337,14 +334,8 @@ class Engine:
         square = self.optimizer.square_norm()
         own = np.array([square, self._counted(loss), *self.executor.timing, *said])
         none = np.zeros(self.recipe.experts.count + 1)
-        return np.concatenate([own, *(loads.get(n, none) for n in self._mixtures)])
-
-    @property
-    def _mixtures(self) -> list[str]:
-        """Names of all layers with experts, on whichever rank."""
-        experts, layers = self.recipe.experts, self.recipe.model.layers
-        blocks = range(experts.dense_blocks, layers) if experts.count else ()
-        return [f"blocks.{number}.mlp" for number in blocks]
+        names = mixtures_of(self.recipe)
+        return np.concatenate([own, *(loads.get(name, none) for name in names)])
 
     def _update(
         self, state: TrainingState, votes: np.ndarray, valid: int, scale: float
@@ -355,16 +346,16 @@ class Engine:
         """
         square, loss, waited, seconds, stop, saved = votes[:6].tolist()
         norm, lr = square**0.5 / scale, learning_rate(self.recipe, self.number)
+        loads = loads_of(votes[6:], self.recipe)
         self.before_update()
         updated = self.optimizer.update(lr, norm, scale)
         if updated:
+            self.optimizer.move(bias_moves(loads, self.recipe.experts.bias_rate))
             state.updated()
         self.loss_scale.note(good=updated)
         bubble = waited / seconds if seconds else 0.0
         loss = float(loss / max(valid, 1))
-        said, names = (int(stop), int(saved)), self._mixtures
-        rows = votes[6:].reshape(len(names), self.recipe.experts.count + 1)
-        loads = dict(zip(names, rows, strict=True))
+        said = int(stop), int(saved)
         return StepResult(loss, norm, lr, updated, scale, bubble, *said, loads)
 
     def _next_scale(self) -> float:

@@ -33,8 +33,6 @@ class Parameter:
     tied      True where another pipeline stage has the same weight, whose gradient is
               the other summand
     axis      of the grid: ranks that hold the same box, over which gradients are summed
-    steers    True for what no loss reaches: an update moves it by a fixed step against
-              the sign of its "gradient", which is in no norm
     data, grad   arrays of the box's shape, views of a flat buffer once bound
     """
 
@@ -47,7 +45,6 @@ class Parameter:
     owner: bool = True
     tied: bool = False
     axis: str = "grad"
-    steers: bool = False
     data: Array = field(default=None, repr=False)
     grad: Array = field(default=None, repr=False)
 

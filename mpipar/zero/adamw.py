@@ -1,9 +1,11 @@
 """AdamW over flat pieces, with clipping by the true global norm."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mpipar.ops import Ops
 from mpipar.zero.flat import Piece
@@ -14,17 +16,13 @@ CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Hyper:
-    """The fixed numbers of AdamW; the learning rate comes with each step.
-
-    steering   step of parameters that steer
-    """
+    """The fixed numbers of AdamW; the learning rate comes with each step."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     clip: float
-    steering: float = 0.0
 
 
 class AdamW:
@@ -52,14 +50,13 @@ class AdamW:
     def square_norm(self) -> float:
         """This rank's share of Σ g² over unique elements.
 
-        Of a piece that several ranks hold each counts its own part. Padding, elements
-        that another tp rank owns and those that steer are left out.
+        Of a piece that several ranks hold each counts its own part. Padding and
+        elements that another tp rank owns are left out.
         """
         total = 0.0
         for piece in self.pieces:
-            runs = piece.unit.runs(lambda p: p.owner and not p.steers, *piece.share)
-            for counts, start, stop in runs:
-                if counts:
+            for owner, start, stop in piece.unit.runs(lambda p: p.owner, *piece.share):
+                if owner:
                     grad = piece.grad[start - piece.begin : stop - piece.begin]
                     total += self.ops.square_sum(grad)
         return total
@@ -80,11 +77,7 @@ class AdamW:
             return False
         self.count += 1
         h = self.hyper
-        for (decays, steers), arrays in self._runs():
-            if steers:
-                data, grad, *_ = arrays
-                data -= h.steering * self.ops.xp.sign(self.ops.wide(grad))
-                continue
+        for decays, arrays in self._runs():
             self.ops.adamw(
                 *arrays,
                 lr=lr,
@@ -97,13 +90,20 @@ class AdamW:
             )
         return True
 
-    def _runs(self) -> Iterator[tuple[tuple[bool, bool], list[Array]]]:
-        """Whether they decay and steer; values, gradients and moments of neighbours
-        that are alike in this."""
+    def move(self, moves: Mapping[str, np.ndarray]) -> None:
+        """Adds what is given by name to parameters that no loss reaches."""
+        for piece in self.pieces:
+            for p, lo, hi in piece.unit.places():
+                begin, end = max(lo, piece.begin), min(hi, piece.end)
+                if p.name in moves and begin < end:
+                    own = slice(begin - piece.begin, end - piece.begin)
+                    move = moves[p.name].reshape(-1)[begin - lo : end - lo]
+                    piece.data[own] += self.ops.asarray(move.astype(self.ops.dtype))
+
+    def _runs(self) -> Iterator[tuple[bool, list[Array]]]:
+        """Values, gradients and moments of neighbours that all decay, or all do not."""
         for piece, m, v in zip(self.pieces, *self.moments(), strict=True):
-            alike = piece.unit.runs(
-                lambda p: (p.decays, p.steers), piece.begin, piece.end
-            )
-            for kind, lo, hi in alike:
+            runs = piece.unit.runs(lambda p: p.decays, piece.begin, piece.end)
+            for decays, lo, hi in runs:
                 own = slice(lo - piece.begin, hi - piece.begin)
-                yield kind, [piece.data[own], piece.grad[own], m[own], v[own]]
+                yield decays, [piece.data[own], piece.grad[own], m[own], v[own]]

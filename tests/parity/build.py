@@ -18,6 +18,8 @@ from mpipar.checkpoint import Facts, Progress, Saver
 from mpipar.config import Recipe, read_recipe, replace, resolve, to_toml
 from mpipar.data import IGNORE, Batch
 from mpipar.engine import Engine, open_engine, open_grid
+from mpipar.engine.experts import bias_moves
+from mpipar.engine.learning_rate import learning_rate
 from mpipar.grid import serial_grid
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import make_ops
@@ -120,6 +122,14 @@ def own_batches(engine: Engine, batch: Batch) -> list[Batch]:
 
 def take_step(engine: Engine, batch: Batch) -> Any:
     return engine.step(own_batches(engine, batch), count_valid(batch))
+
+
+def update(engine: Engine, step: int, norm: float) -> None:
+    """What a step does on one rank with gradients that are complete."""
+    rate = learning_rate(engine.recipe, step)
+    assert engine.optimizer.update(rate, norm)
+    moves = bias_moves(engine.loads, engine.recipe.experts.bias_rate)
+    engine.optimizer.move(moves)
 
 
 def write_tokens(comm: Any, folder: Path, count: int = 2400) -> Path:

@@ -16,10 +16,10 @@ from parity.build import (
     own_batches,
     serial_engine,
     take_step,
+    update,
     weights,
 )
 
-from mpipar.engine.learning_rate import learning_rate
 from mpipar.errors import ConfigError
 from mpipar.pipeline.schedules import without_break
 from mpipar.train.metrics import memory
@@ -61,7 +61,7 @@ def delayed(recipe):
         norm = engine.optimizer.square_norm() ** 0.5
         results.append((loss, norm, gradients(engine)))
         put(engine, held[step])
-        assert engine.optimizer.update(learning_rate(engine.recipe, step), norm)
+        update(engine, step, norm)
         held.append(weights(engine))
     return results, held[-1]
 

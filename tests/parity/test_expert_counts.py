@@ -284,7 +284,8 @@ def test_biases_follow_the_loads_of_all_ranks_exactly(comm, words, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "micro"), [("fp32", 1), ("fp32", 8), ("bf16", 1), ("fp16", 8)]
+    ("precision", "micro"),
+    [("fp32", 1), ("fp32", 8), ("bf16", 1), ("bf16", 8), ("fp16", 8)],
 )
 @pytest.mark.mpi(2)
 def test_a_bias_feels_one_token_of_thousands(comm, monkeypatch, precision, micro):

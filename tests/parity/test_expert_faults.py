@@ -68,16 +68,16 @@ def forget_the_gates(patch):
 
 def count_own_loads(patch):
     """Routers of one rank alone see loads, so that biases follow its tokens."""
-    whole = router.Router.over
+    whole = router.Router.loads
 
-    def over(self, *given):
+    def loads(self, *given):
         found = whole(self, *given)
         return found if self.sequence[0].rank == 0 else 0 * found
 
-    patch.setattr(router.Router, "over", over)
+    patch.setattr(router.Router, "loads", loads)
 
 
-ROUTER = "gradients blocks.1.mlp.router"
+ROUTER, BIAS = "gradients blocks.1.mlp.router", "weights blocks.1.mlp.router.bias"
 PLANTED = [
     (average_over_copies, "", "gradients blocks.0.mlp.experts.0.down.weight"),
     (send_a_token_twice, EP2, "loss"),
@@ -85,7 +85,7 @@ PLANTED = [
     (balance_locally, f"{CP2} experts.balance=0.5", f"{ROUTER}.weight"),
     (mix_rows, EP2, "loss"),
     (forget_the_gates, EP2, f"{ROUTER}.weight"),
-    (count_own_loads, f"{CP2} experts.bias_rate=0.01", f"{ROUTER}.bias"),
+    (count_own_loads, f"{CP2} experts.bias_rate=0.1 train.global_batch=2", BIAS),
 ]
 
 

@@ -17,6 +17,7 @@ from parity.build import (
     save_engine,
     serial_engine,
     take_step,
+    update,
     weights,
 )
 from parity.test_continuous import put
@@ -24,7 +25,6 @@ from parity.test_resume import differ, state_of
 
 from mpipar.checkpoint import read_manifest
 from mpipar.engine import finite
-from mpipar.engine.learning_rate import learning_rate
 
 
 def restore(engine, folder):
@@ -51,7 +51,7 @@ def serial_loop(recipe, seen):
         results.append((loss, norm))
         idle = find_idle(gradients(engine))
         put(engine, held[step])
-        assert engine.optimizer.update(learning_rate(engine.recipe, step), norm)
+        update(engine, step, norm)
         held.append(weights(engine))
     return results, held[-1], idle
 

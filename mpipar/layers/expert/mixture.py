@@ -170,8 +170,8 @@ class Mixture(Branch):
             more, shared = self.shared.backward_input(dy, saved.shared)
             dx += more
         x = self.tokens.leave(saved.inputs.x).reshape(dys.shape)
-        over = self._count(routed, positions)
-        return dx, MixtureLeft(RouterLeft(dz, x, over), left, shared)
+        self._count(routed, positions)
+        return dx, MixtureLeft(RouterLeft(dz, x), left, shared)
 
     def backward_weight(self, left: MixtureLeft) -> None:
         self.router.backward_weight(left.router)
@@ -240,18 +240,15 @@ class Mixture(Branch):
             dys, its.outputs, tokens, ops.asarray(slots), gates, dgates=dgates
         )
 
-    def _count(self, routed: RouterSaved, positions: np.ndarray) -> np.ndarray | None:
-        """Adds this rank's loads to those of the step; by how much they are uneven."""
-        router, found = self.router, routed.step.loads
-        if not router.speaks:
-            return None
-        loads = router.loads(routed, positions)
-        if found is not None:
-            dropped = 0
-            if routed.kept is not None:
-                dropped = loads.sum() - np.count_nonzero(routed.kept)
-            found[self.name] = found.get(self.name, 0) + np.append(loads, dropped)
-        return router.over(loads, routed, positions)
+    def _count(self, routed: RouterSaved, positions: np.ndarray) -> None:
+        """Adds this rank's loads to those of the step."""
+        found = routed.step.loads
+        if found is None or not self.router.speaks:
+            return
+        loads, dropped = self.router.loads(routed, positions), 0
+        if routed.kept is not None:
+            dropped = loads.sum() - np.count_nonzero(routed.kept)
+        found[self.name] = found.get(self.name, 0) + np.append(loads, dropped)
 
     def cost(self, batch: int, sequence: int) -> Cost:
         """Under even loads."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,10 @@ class RouterSaved:
 
 @dataclass(slots=True)
 class RouterLeft:
-    """What the weight gradient needs: dz, x, and how far above the mean (e,) loads
-    are, where there is a bias."""
+    """What the weight gradient needs."""
 
     dz: Array
     x: Array
-    over: np.ndarray | None
 
 
 class Router:
@@ -59,8 +56,8 @@ class Router:
                              in backward; P the mean of p, or of s / Σ_e s
     z_loss · mean LSE(z)²    over tokens
 
-    which depend on no layout, as a sequence is the same in all of them. The bias has
-    −rate · sign(load − mean load) added by every update.
+    which depend on no layout, as a sequence is the same in all of them. No loss reaches
+    the bias: updates move it against the loads of the step.
 
     Shapes    x (t, d) tokens of this rank;  W (e, d) and bias (e,) on every rank
     Saves     (e + k) items and 8·k bytes a token; with balance or capacity 8·e bytes a
@@ -102,7 +99,7 @@ class Router:
         if rules.bias_rate:
             count = rules.count
             self.bias = Parameter(
-                f"{name}.bias", (count,), ((0, count),), "zeros", steers=True, **shared
+                f"{name}.bias", (count,), ((0, count),), "zeros", **shared
             )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -176,23 +173,9 @@ class Router:
         return dz
 
     def backward_weight(self, left: RouterLeft) -> None:
-        """Adds to the gradients of the weight and, exactly, to that of the bias."""
+        """Adds to the gradient of the weight."""
         ops = self.ops
         ops.add_to(self.weight.grad, ops.xp.matmul(left.dz.T, ops.wide(left.x)))
-        if left.over is not None:
-            ops.add_to(self.bias.grad, ops.asarray(left.over.astype(ops.dtype)))
-
-    def over(
-        self, loads: np.ndarray, saved: RouterSaved, positions: np.ndarray
-    ) -> np.ndarray | None:
-        """How far loads are above their mean, in a unit that is the same on all ranks
-        and for all micro-batches, so that sums of it are exact."""
-        if self.bias is None or not self.speaks:
-            return None
-        count, length = self.rules.count, saved.step.length or positions.size
-        # A power of two loses no bit, and keeps 16-bit numbers in their range.
-        unit = 2.0 ** ceil(log2(count * self.rules.active * length))
-        return (count * loads - loads.sum()) / unit
 
     def loads(self, saved: RouterSaved, positions: np.ndarray) -> np.ndarray:
         """How many choices of this rank's tokens fell on each expert."""
@@ -215,7 +198,7 @@ class Router:
         return gathers + Cost(
             flops=2 * tokens * width * rules.count,
             saved=saved,
-            left=tokens * rules.count * item + (8 * rules.count if self.bias else 0),
+            left=tokens * rules.count * item,
         )
 
     def _scores(self, logits: Array) -> Array:
