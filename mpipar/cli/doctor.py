@@ -34,13 +34,16 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     from mpipar.cli.facts import collect
     from mpipar.cli.findings import judge, judge_sharing
     from mpipar.cli.launch import read_launch
+    from mpipar.cli.links import judge_links, measure
 
     error, bad = None, False
-    facts = world.gather(collect(world.size))
+    own = collect(world.size)
+    facts, links = world.gather(own), measure(world, own.host)
     sharing = world.gather(_shares_memory(world))
     launch = read_launch(os.environ)
     if world.rank == 0 and launch.speaks:
         findings = [*judge(facts, launch), judge_sharing(sharing)]
+        findings += judge_links(links)
         _show(findings)
         error = _write(args.json, findings)
         bad = any(finding.state == "bad" for finding in findings)

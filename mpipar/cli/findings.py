@@ -1,8 +1,9 @@
 """Judges the facts of all ranks: each finding is ok, warn or bad, with what to do."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpipar.cli.facts import Facts
 from mpipar.cli.launch import Launch, singleton_message
@@ -12,12 +13,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: state is ok, warn or bad."""
+    """One line of the doctor: state is ok, warn or bad; details are for --json."""
 
     name: str
     state: str
     text: str
     advice: str = ""
+    details: Sequence[Mapping[str, Any]] = ()
 
 
 def judge(facts: Sequence[Facts], launch: Launch) -> list[Finding]:
