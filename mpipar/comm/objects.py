@@ -1,5 +1,7 @@
 """Pickled objects between the ranks of an axis, for set-up only."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -73,6 +73,26 @@ def test_a_wrong_import_is_caught(
     assert f"{contract} BROKEN" in result.stdout
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, sys, mpipar
+for module in pkgutil.walk_packages(mpipar.__path__, "mpipar."):
+    if module.name in ("mpipar.__main__", "mpipar.cli.world"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        assert error.name in ("jax", "torch"), error
+    assert "mpi4py.MPI" not in sys.modules, module.name
+"""
+
+
+def test_no_module_starts_mpi_by_being_imported() -> None:
+    """Worker processes and the commands of one process import them too."""
+    command = [sys.executable, "-c", IMPORT_ALL]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_ruff_has_no_complaint() -> None:
     result = run_tool("ruff", "check", "--no-cache", "--quiet", ".", cwd=ROOT)
     assert result.returncode == 0, result.stdout
