@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults.run import mpipar, start, steps_of, train, write_recipe
+from faults.run import SCRIPT, mpipar, start, steps_of, train, write_recipe
 from launcher import mpiexec
 
 # Dies in its fifth step, after every start.
@@ -12,7 +12,7 @@ KILL = "mpipar.engine.engine:Engine.step:1:kill:5"
 
 
 def job_of(recipe: Path, out: Path, *words: str) -> list[str]:
-    command = [*mpiexec(), "-n", "2", "mpipar", "train", str(recipe), "--out", str(out)]
+    command = [*mpiexec(), "-n", "2", *SCRIPT, "train", str(recipe), "--out", str(out)]
     return [*command, "train.steps=12", "checkpoint.every=2", *words]
 
 

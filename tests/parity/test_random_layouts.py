@@ -142,7 +142,7 @@ def test_a_drawn_recipe_agrees(comm, method, examples):
 
 
 @on_ranks(
-    {n: {"": 18} | dict.fromkeys(METHODS, 7) for n in (2, 4, 8)}, pytest.mark.full
+    {n: {"": 15} | dict.fromkeys(METHODS, 5) for n in (2, 4, 8)}, pytest.mark.full
 )
 def test_many_drawn_recipes_agree(comm, method, examples):
     check(comm, method, examples)
