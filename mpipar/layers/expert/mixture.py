@@ -62,7 +62,7 @@ class Mixture(Branch):
     Backward  of what is linear in the outputs; router as `Router`; all gradients of
               router and, where it is cut over tp, of x are summands over tp
     Saves     x; the rows of own experts as their MLPs do; outputs, t·k·d items; plans,
-              8·(3·k·t) bytes, and 8·k·t more where ep > 1; the router's
+              16·t·k bytes, and 8·t·k more where ep > 1; what the router does
     Moves     of rows, 4 times (ep−1)/ep·t·k·d items under even loads, and one
               all-to-all of 8·e bytes; the stream's moves as ColumnLinear and RowLinear
     Flops     of k experts a token, of shared, and of the router
