@@ -1,5 +1,6 @@
 """Trains two steps on all ranks and prints what memory they hold: bytes by the formula,
-and the operating system's proportional set size (shared pages are counted once).
+and the operating system's proportional set size (shared pages are counted once) without
+that of files, which whoever else runs Python shares.
 
     mpiexec -n 2 python -m parity.resident SECTION.FIELD=VALUE ...
 """
@@ -15,7 +16,8 @@ from parity.build import layout_engine, make_batch, make_recipe, take_step
 def resident() -> int:
     """Bytes of this process."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("Pss:"))
+    kinds = ("Pss_Anon:", "Pss_Shmem:")
+    return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(kinds))
 
 
 def main(words: list[str]) -> None:

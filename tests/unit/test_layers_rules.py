@@ -217,7 +217,7 @@ def test_saved_bytes_follow_the_compute_type(dtype):
         made = Made(case, TP, 5, ops=NumpyOps(dtype))
         x = made.x().astype(dtype) if case.enters != "ids" else made.x()
         _, saved = made.layer.forward(x, made.step)
-        assert nbytes(saved) == made.layer.cost(BATCH, 5).saved, case.name
+        assert case.holds(nbytes(saved), made.layer.cost(BATCH, 5).saved), case.name
 
 
 # --- parameters -----------------------------------------------------------------------
