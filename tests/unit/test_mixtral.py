@@ -59,7 +59,7 @@ def hugging_face() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch", "transformers"):
-            reason = f'needs {name}, which is not installed: pip install -e ".[compare]"'
+            reason = f'needs {name}: pip install -e ".[compare]"'
             pytest.importorskip(name, reason=reason, exc_type=ImportError)
         import torch
         import transformers
