@@ -70,7 +70,10 @@ def obstacle() -> str | None:
 
 @contextmanager
 def two_hosts(folder: Path, ranks: int) -> Iterator[Hosts]:
-    """Makes two hosts for `ranks` ranks each, and takes them down again."""
+    """Makes two hosts for `ranks` ranks each, and takes them down again.
+
+    Raises   CalledProcessError where the system does not let it
+    """
     number = os.getpid()
     prefix, bridge = f"mph{number}x", f"mpb{number}"
     net = _NET.format(net=number % 250)
@@ -91,9 +94,9 @@ def two_hosts(folder: Path, ranks: int) -> Iterator[Hosts]:
         env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
         yield Hosts(names, [*mpiexec(), *words], env)
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        subprocess.run(["ip", "link", "del", bridge], check=False)
+        ends = [["netns", "del", name] for name in names]
+        for words in (*ends, ["link", "del", bridge]):
+            subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
 def _add_host(name: str, cable: str, bridge: str, address: str) -> None:
