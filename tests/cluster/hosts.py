@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,15 @@ from launcher import mpiexec
 
 # Stands for ssh: [options] ADDRESS COMMAND, in the namespace that has the address
 _SHELL = """#!/bin/bash
+PATH=$PATH:/usr/sbin:/sbin
 while [[ $1 == -* ]]; do shift; done
 name={prefix}${{1##*.}}; shift
 unshare="unshare --uts --pid --fork --kill-child --mount-proc"
 exec ip netns exec "$name" $unshare bash -c "hostname $name; exec $*"
 """
 _NET = "10.77.{net}."
+# Where the tools of root are, which not every PATH has
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _RATE = "1gbit"
 
 
@@ -52,7 +55,11 @@ def obstacle() -> str | None:
     """Why two hosts cannot be made here; None where they can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "two hosts need root"
-    missing = [x for x in ("ip", "tc", "unshare", "bash") if shutil.which(x) is None]
+    missing = [
+        x
+        for x in ("ip", "tc", "unshare", "bash")
+        if shutil.which(x, path=_PATH) is None
+    ]
     if missing:
         return f"two hosts need {', '.join(missing)} (Debian: apt install iproute2)"
     version = subprocess.run(
@@ -61,10 +68,11 @@ def obstacle() -> str | None:
     if "HYDRA" not in version.stdout:
         return "two hosts are started by MPICH's mpiexec"
     name = f"mpx{os.getpid()}"
-    for words in (["ip", "netns", "add", name], ["ip", "netns", "del", name]):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return f"no network namespaces here: {done.stderr.strip()}"
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "netns", "del", name)
+    except subprocess.CalledProcessError as problem:
+        return f"no network namespaces here: {problem.stderr.strip()}"
     return None
 
 
@@ -96,7 +104,8 @@ def two_hosts(folder: Path, ranks: int) -> Iterator[Hosts]:
     finally:
         ends = [["netns", "del", name] for name in names]
         for words in (*ends, ["link", "del", bridge]):
-            subprocess.run(["ip", *words], check=False, capture_output=True)
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", *words)
 
 
 def _add_host(name: str, cable: str, bridge: str, address: str) -> None:
@@ -115,4 +124,6 @@ def _add_host(name: str, cable: str, bridge: str, address: str) -> None:
 
 
 def _run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    env = os.environ | {"PATH": _PATH}
+    options = {"check": True, "capture_output": True, "text": True, "env": env}
+    return subprocess.run(words, **options).stdout

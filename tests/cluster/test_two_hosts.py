@@ -90,8 +90,8 @@ def test_the_doctor_tells_how_fast_the_network_is(hosts, tmp_path):
     inside, between = found["messages"]["details"]
     assert inside["a"] == inside["b"] == hosts.names[0]
     assert [between["a"], between["b"]] == hosts.names
-    # 1 Gbit/s, less what headers take
-    assert 0.08e9 < between["bandwidth"] < 0.13e9
+    # At most 1 Gbit/s, whoever else keeps the processor
+    assert 0.02e9 < between["bandwidth"] < 0.14e9
     assert found["clocks"]["state"] == "ok"
 
 
@@ -106,5 +106,5 @@ def test_a_rank_that_dies_on_the_other_host_ends_the_job(hosts, tmp_path):
     with start(4, "train", *words, launcher=hosts.launcher, **hosts.env) as run:
         run.wait_for("step 5/")
         run.kill(run.ranks()[3], signal.SIGKILL)
-        job = run.end(20)
+        job = run.end(40)
     assert job.status not in (0, 3) and not job.late and job.left == [], job.output
