@@ -9,6 +9,7 @@ import numpy as np
 
 from mpipar.bench.cores import take_own_cores
 from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.rounds import in_turns
 from mpipar.comm import raise_together
 from mpipar.config.context_rules import head_ranks, heads_fit
 from mpipar.config.recipe import METHODS
@@ -52,12 +53,8 @@ def run_context(
         sizes = Heads(heads, kv_heads, width, width**-0.5)
         passes = {name: _Pass(core, cut, grid, length, sizes)
                   for name, (core, cut) in cores.items()}  # fmt: skip
-        found: dict[str, list[float]] = {name: [] for name in passes}
-        for number in range(rounds + 1):
-            for name, attention in passes.items():
-                seconds = attention.seconds()
-                if number:
-                    found[name].append(seconds)
+        calls = {name: attention.seconds for name, attention in passes.items()}
+        found = in_turns(calls, rounds)
         if world.rank == 0:
             _report(found, length, world.size, json_path)
 

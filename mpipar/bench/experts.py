@@ -2,7 +2,7 @@
 by how ranks share the experts on several."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from mpipar.bench.cores import take_own_cores
 from mpipar.bench.expert_layer import DenseWork, MixtureWork
 from mpipar.bench.expert_layouts import HEAD, Training, recipes
 from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.rounds import in_turns
 from mpipar.comm import raise_together
 from mpipar.config import Experts
 from mpipar.errors import ConfigError
@@ -73,7 +74,7 @@ def _beside_dense(sizes: Sizes, rounds: int) -> dict[str, Any]:
     experts = Experts(count=sizes.experts, active=sizes.active, ffn=sizes.ffn)
     shape = sizes.tokens, sizes.width
     mixture, dense = MixtureWork(experts, *shape), DenseWork(experts, *shape)
-    found = _in_turns({"dense": dense.seconds, "mixture": mixture.seconds}, rounds)
+    found = in_turns({"dense": dense.seconds, "mixture": mixture.seconds}, rounds)
     outside = mixture.outside[-rounds:]
     shares = [o / s for o, s in zip(outside, found["mixture"], strict=True)]
     rows = _rows(found, "dense")
@@ -87,26 +88,13 @@ def _by_layout(world: Any, sizes: Sizes, rounds: int) -> dict[str, Any]:
         for name, recipe in recipes(sizes, world.size).items():
             works[name] = Training(recipe, world)
         calls = {name: work.seconds for name, work in works.items()}
-        rows = _rows(_in_turns(calls, rounds), "whole")
+        rows = _rows(in_turns(calls, rounds), "whole")
         for name, work in works.items():
             rows[name]["bytes"] = work.held()
     finally:
         for work in works.values():
             work.close()
     return vars(sizes) | {"ranks": world.size, "reference": "whole", "rows": rows}
-
-
-def _in_turns(
-    calls: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of every round but the first, by contestant."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, seconds in calls.items():
-            spent = seconds()
-            if number:
-                found[name].append(spent)
-    return found
 
 
 def _rows(found: Mapping[str, list[float]], reference: str) -> dict[str, Any]:

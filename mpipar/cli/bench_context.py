@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mpipar.cli.sizes import add_sizes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -17,15 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads": (4, "query heads"),
         "--kv-heads": (4, "key and value heads"),
         "--width": (64, "width of a head"),
-        "--rounds": (5, "rounds to measure, after one to warm up"),
     }
-    for name, (value, text) in sizes.items():
-        parser.add_argument(
-            name, type=int, default=value, metavar="N", help=f"{text} (%(default)s)"
-        )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every round here as well"
-    )
+    add_sizes(parser, sizes)
 
 
 def run(args: argparse.Namespace, world: MPI.Comm) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mpipar.cli.sizes import add_sizes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,15 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--active": (2, "experts that a token takes"),
         "--width": (512, "width of the residual stream"),
         "--ffn": (1024, "inner width of an expert"),
-        "--rounds": (5, "rounds to measure, after one to warm up"),
     }
-    for name, (value, text) in sizes.items():
-        parser.add_argument(
-            name, type=int, default=value, metavar="N", help=f"{text} (%(default)s)"
-        )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every round here as well"
-    )
+    add_sizes(parser, sizes)
 
 
 def run(args: argparse.Namespace, world: MPI.Comm) -> int:

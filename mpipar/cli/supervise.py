@@ -97,7 +97,7 @@ class _Child:
     """The job that runs, and the signals that it is sent on."""
 
     def __init__(self) -> None:
-        self.was_signalled = False
+        self._signal: int | None = None
         self._process: subprocess.Popen | None = None
         self._before: dict[int, object] = {}
 
@@ -115,6 +115,11 @@ class _Child:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def was_signalled(self) -> bool:
+        """True once a signal has come."""
+        return self._signal is not None
+
     def run(self, command: Sequence[str]) -> int:
         """Runs a command to its end; its status, 128 + n where signal n ended it."""
         try:
@@ -123,10 +128,13 @@ class _Child:
         except OSError as problem:
             reason = f"cannot start {command[0]}: {problem}"
             raise ConfigError([reason], title="the command") from None
+        if self._signal is not None:
+            # It came when there was nobody to pass it on to.
+            self._process.send_signal(self._signal)
         status = self._process.wait()
         return status if status >= 0 else 128 - status
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
-        self.was_signalled = True
+        self._signal = number
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)

@@ -1,11 +1,15 @@
 """`mpipar run` starts a job again when it fails, as long as it gets any further."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from faults.run import SCRIPT, mpipar, start, steps_of, train, write_recipe
 from launcher import mpiexec
+
+from mpipar.cli.supervise import _Child
 
 # Dies in its fifth step, after every start.
 KILL = "mpipar.engine.engine:Engine.step:1:kill:5"
@@ -56,6 +60,13 @@ def test_a_signal_stops_the_job_for_good(tmp_path: Path) -> None:
         job = run.end()
     assert job.status == 3 and job.left == [], job.output
     assert "starts it again" not in job.output
+
+
+def test_a_signal_between_two_starts_is_not_lost() -> None:
+    with _Child() as child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert child.was_signalled
+        assert child.run([sys.executable, "-c", "import time; time.sleep(60)"]) == 143
 
 
 @pytest.mark.parametrize(

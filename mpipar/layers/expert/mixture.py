@@ -129,16 +129,17 @@ class Mixture(Branch):
             outputs, saved = self._run(arrived, plan, step)
             returning.append(self.dispatch.give_back_start(outputs, plan))
             kept.append(saved)
+        shared = None
+        if self.shared is not None:
+            # While rows are on their way back
+            onto, shared = self.shared.forward(inputs.x, step, onto)
+            shared.inputs = inputs
         y, parts = ops.zeros(rows.shape), []
         for part, plan, handle, saved in zip(cuts, plans, returning, kept, strict=True):
             outputs = handle.wait()
             self.dispatch.collect(outputs, plan, routed.gates[part], y[part])
             parts.append(PartSaved(plan, saved, outputs))
-        y, shared = self.tokens.enter(y.reshape(shape)), None
-        if self.shared is not None:
-            onto, shared = self.shared.forward(inputs.x, step, onto)
-            shared.inputs = inputs
-        y = ops.add_residual(y, None, onto)
+        y = ops.add_residual(self.tokens.enter(y.reshape(shape)), None, onto)
         return y, MixtureSaved(inputs, routed, parts, shared)
 
     def backward_input(
@@ -158,17 +159,17 @@ class Mixture(Branch):
             dx, needs = self._run_backward(arrived, its)
             returning.append(self.dispatch.give_back_start(dx, its.plan))
             left.append(needs)
-        # Meanwhile, the router
+        # Meanwhile, what needs no rows
+        more = shared = None
+        if self.shared is not None:
+            more, shared = self.shared.backward_input(dy, saved.shared)
         positions = self._positions(routed.step)
         dz = self.router.backward(dgates, routed, positions)
         dx = ops.xp.matmul(dz, ops.wide(self.router.weight.data))
         for part, its, handle in zip(cuts, saved.parts, returning, strict=True):
             self.dispatch.collect(handle.wait(), its.plan, None, dx[part])
         dx = self.tokens.leave_backward(dx.reshape(shape))
-        shared = None
-        if self.shared is not None:
-            more, shared = self.shared.backward_input(dy, saved.shared)
-            dx += more
+        dx = ops.add_residual(dx, None, more)
         x = self.tokens.leave(saved.inputs.x).reshape(dys.shape)
         self._count(routed, positions)
         return dx, MixtureLeft(RouterLeft(dz, x), left, shared)
