@@ -19,6 +19,7 @@ from parity.build import (
 from parity.test_counts import count_step
 
 from mpipar.comm import Communicator
+from mpipar.engine import stages
 from mpipar.engine.stages import plan_schedule
 from mpipar.errors import ConfigError
 from mpipar.pipeline.simulate import messages, simulate
@@ -330,13 +331,20 @@ def test_a_stage_without_blocks_shares_its_state_too(comm, zero):
 @pytest.mark.parametrize("extra", ["", "train.recompute=full", "train.precision=bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.mpi(2)
-def test_blocks_are_cut_by_the_time_they_take(comm, schedule, extra):
-    sizes = ["model.vocab=20000", "model.layers=8", "parallel.partition=measured"]
+def test_blocks_are_cut_by_the_time_they_take(comm, monkeypatch, schedule, extra):
+    """The units do run; a clock of its own says what they take."""
+    time_units, calls = stages._time_units, []
+
+    def timed(*args):
+        calls.append(time_units(*args))
+        return np.array([0.0, 1.0, 4.0])
+
+    monkeypatch.setattr(stages, "_time_units", timed)
+    sizes = ["model.layers=8", "parallel.partition=measured"]
     recipe = make_recipe(2, *words(schedule, (2, 1, 1), 4), *sizes, *extra.split())
     with layout_engine(recipe, comm) as engine:
-        counts = engine.block_counts
-        assert sum(counts) == 8 and comm.allgather(counts) == [counts] * 2
-        if schedule == "1f1b":
-            # The head of this vocabulary costs more than a block of width 32.
-            assert counts[0] > counts[1]
+        # The head takes as long as four blocks; in the V its stage is the first one.
+        expected = [6, 2] if schedule == "1f1b" else [1, 3, 3, 1]
+        assert engine.block_counts == expected
+        assert len(calls) == 3 and all(np.all(seconds > 0) for seconds in calls)
         take_step(engine, make_batch(recipe, 0))
