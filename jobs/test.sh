@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Runs the tests: the standard tier, or everything with --full. Further arguments go to
-# pytest, such as -k grid. Two files run at a time, as ranks wait for each other a good
-# part of it; -n 0 runs one after the other.
+# Runs the tests: the standard tier, with --full the wide sweeps too, with --exhaustive
+# everything. Further arguments go to pytest, such as -k grid. Two files run at a time, as
+# ranks wait for each other a good part of it; -n 0 runs one after the other.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-tier=(-m "not full")
+tier=(-m "not full and not exhaustive")
 words=()
 for word in "$@"; do
-    if [ "$word" = --full ]; then tier=(); else words+=("$word"); fi
+    case "$word" in
+        --full) tier=(-m "not exhaustive") ;;
+        --exhaustive) tier=() ;;
+        *) words+=("$word") ;;
+    esac
 done
 
 install mpich,test

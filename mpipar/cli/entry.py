@@ -33,6 +33,7 @@ COMMANDS = {
     "bench checkpoint": "time saves and loads of a state beside the disk itself",
     "bench context": "time attention over a shared sequence, by method",
     "bench experts": "time a mixture of experts beside dense work, and its layouts",
+    "bench collectives": "time sums and gathers, at once and over nodes in turn",
     "bench serve": "make steps when told to, as bench peers asks its workers to",
 }
 GROUPS = {"ckpt": "list, check and rewrite checkpoints", "bench": "measure speed"}

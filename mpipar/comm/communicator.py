@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,17 @@ from mpipar.comm.counters import (
 from mpipar.comm.datatypes import as_bytes, reduction
 from mpipar.comm.halves import HalfSums, exchange
 from mpipar.comm.handle import Handle
+from mpipar.comm.hierarchy import HIERARCHY_BYTES, Hierarchy, Steps, ranks_per_node
+from mpipar.comm.messages import Messages
 from mpipar.comm.objects import Objects
-from mpipar.comm.posts import Poster, pieces
+from mpipar.comm.posts import Poster
 from mpipar.comm.shapes import Routes, check_counts, check_out, even_rows
 from mpipar.comm.shared import Desk, Work, bounds_of, segment_of, share
 from mpipar.comm.transport import Array, Host, Transport
 from mpipar.ops.half import add_up, is_half
 
 
-class Communicator(Objects):
+class Communicator(Messages, Objects):
     """The ranks of one axis, with counted, watched and chunked operations on arrays.
 
     Arrays may have any strides; results and in-place updates equal what NumPy computes
@@ -44,18 +47,20 @@ class Communicator(Objects):
     is buffered at all. 16-bit floats are added as `mpipar.ops.half` says.
 
     Arrays that all ranks took from ``shared_zeros``, or the same contiguous stretch of
-    them, are reduced and gathered through shared memory. That work is done by ``test``
-    or ``wait``, as is that of all-reduces of 16-bit floats: all ranks must wait for
-    them in the same order.
+    them, are reduced and gathered through shared memory. Where the ranks are on several
+    nodes, equally many on each, large arrays are reduced and gathered inside of nodes
+    and between them in turn (`mpipar.comm.hierarchy`). Such work is done by ``test`` or
+    ``wait``, as is that of all-reduces of 16-bit floats: all ranks must wait for them
+    in the same order.
 
     comm      the MPI communicator; ``free`` frees it
     name      the axis, as counters and the watchdog call it
     members   rank in the world of each rank of ``comm``
     bell      how to wait where ranks outnumber cores; None to wait inside MPI
+    nodes     node of each rank of ``comm``; None to make no difference between them
     """
 
-    chunk_bytes = 1 << 30
-    synchronous = False
+    hierarchy_bytes = HIERARCHY_BYTES
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Communicator(Objects):
         log: CallLog | None = None,
         members: Sequence[int] | None = None,
         bell: Bell | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         self.mpi = comm
         self.name = name
@@ -84,6 +90,8 @@ class Communicator(Objects):
         self._later = Poster(comm, "I")
         self._desk: Desk | None = None
         self._halves: HalfSums | None = None
+        self._near = ranks_per_node(nodes) if nodes else 0
+        self._hierarchy: Hierarchy | None = None
 
     # Collectives
 
@@ -157,37 +165,6 @@ class Communicator(Objects):
             if self._bell is None:
                 self.mpi.Barrier()
 
-    # Messages
-
-    def send(self, x: Array, to: int, tag: int = 0) -> None:
-        """Send ``x`` to rank ``to``; returns when ``x`` may be changed again."""
-        self._send(x, to, tag, "send").wait()
-
-    def send_start(self, x: Array, to: int, tag: int = 0) -> Handle:
-        """Start ``send``."""
-        return self._send(x, to, tag, "send")
-
-    def recv(self, x: Array, source: int, tag: int = 0) -> Array:
-        """Fill ``x`` with the message of rank ``source``; return it.
-
-        Raises CommError if the message has another size.
-        """
-        return self._recv(x, source, tag, "recv").wait()
-
-    def recv_start(self, x: Array, source: int, tag: int = 0) -> Handle:
-        """Start ``recv``."""
-        return self._recv(x, source, tag, "recv")
-
-    def send_recv(
-        self, x: Array, to: int, out: Array, source: int, tag: int = 0
-    ) -> Array:
-        """Send ``x`` to ``to``, fill ``out`` from ``source``; return ``out``."""
-        arriving = self._recv(out, source, tag, "send_recv", calls=0)
-        leaving = self._send(x, to, tag, "send_recv")
-        arriving.wait()
-        leaving.wait()
-        return out
-
     # Memory
 
     def shared_zeros(self, size: int, dtype: DTypeLike) -> np.ndarray:
@@ -209,7 +186,7 @@ class Communicator(Objects):
 
     def free(self) -> None:
         """Free the MPI communicator; collective over its ranks."""
-        for part in (self._desk, self._halves):
+        for part in (self._desk, self._halves, self._hierarchy):
             if part is not None:
                 part.free()
         self.mpi.Free()
@@ -246,6 +223,9 @@ class Communicator(Objects):
         kind, mpi_op = (None, None) if half else reduction(x.dtype, op)
         sent = ring_reduce_bytes(x.size, x.itemsize, self.size, self.rank)
         flat, handle = self._begin("all_reduce", x, sent)
+        if levels := self._levels(x.nbytes, half):
+            steps = levels.all_reduce(flat, op)
+            return self._in_steps(handle, steps, lambda: self._put_back(flat, x))
         segment = segment_of(x, self.mpi)
         if segment is not None:
             parts, bounds = segment.parts_at(x), bounds_of(shares(x.size, self.size))
@@ -253,8 +233,8 @@ class Communicator(Objects):
             return self._together(handle, work, x)
         if half:
             self._halves = self._halves or HalfSums(self.mpi)
-            posts, follow = self._halves.start(flat, self.chunk_bytes)
-            return handle.launch(posts, lambda: self._put_back(flat, x), follow=follow)
+            steps = self._halves.all_reduce(flat, self.chunk_bytes)
+            return self._in_steps(handle, steps, lambda: self._put_back(flat, x))
         posts = poster.all_reduce(flat, kind, mpi_op, self.chunk_bytes)
         return handle.launch(posts, lambda: self._put_back(flat, x))
 
@@ -263,18 +243,18 @@ class Communicator(Objects):
     ) -> Handle:
         where = f"all_gather on axis {self.name}"
         rows, tail = (x.shape[0], x.shape[1:]) if x.ndim else (1, ())
+        width = x.itemsize * math.prod(tail)
         if counts is None:
             blocks, length, sent = None, rows * self.size, x.nbytes * (self.size - 1)
         else:
             told = sum(counts[self.rank : self.rank + 1])
             check_counts(where, counts, self.size, told, rows)
-            width = x.itemsize * math.prod(tail)
             blocks, length = [count * width for count in counts], sum(counts)
             sent = ring_gather_bytes(blocks, self.rank)
         check_out(where, out, (length, *tail), x.dtype)
         flat, handle = self._begin("all_gather", x, sent)
-        segment = segment_of(out, self.mpi)
-        if segment is not None:
+        levels, segment = self._levels(width * length), segment_of(out, self.mpi)
+        if segment is not None and not levels:
             parts = [part.view(np.uint8) for part in segment.parts_at(out)]
             bounds = bounds_of(blocks or [x.nbytes] * self.size)
             own = parts[self.rank][bounds[self.rank] : bounds[self.rank + 1]]
@@ -282,9 +262,11 @@ class Communicator(Objects):
             work = partial(shared.all_gather, parts, self.rank, bounds)
             return self._together(handle, work, out)
         whole = np.empty((length, *tail), x.dtype)
-        posts = poster.all_gather(
-            as_bytes(flat), as_bytes(whole.reshape(-1)), blocks, self.chunk_bytes
-        )
+        own, into = as_bytes(flat), as_bytes(whole.reshape(-1))
+        if levels:
+            steps = levels.all_gather(own, into, blocks or [own.size] * self.size)
+            return self._in_steps(handle, steps, lambda: self._deliver(whole, x, out))
+        posts = poster.all_gather(own, into, blocks, self.chunk_bytes)
         return handle.launch(posts, lambda: self._deliver(whole, x, out))
 
     def _reduce_scatter(
@@ -303,14 +285,17 @@ class Communicator(Objects):
         blocks = [count * math.prod(x.shape[1:]) for count in counts]
         sent = x.itemsize * ring_scatter_bytes(blocks, self.rank)
         flat, handle = self._begin("reduce_scatter", x, sent)
-        segment = segment_of(x, self.mpi)
-        if segment is not None:
+        levels, segment = self._levels(x.nbytes, half), segment_of(x, self.mpi)
+        if segment is not None and not levels:
             parts, bounds = segment.parts_at(x), bounds_of(blocks)
             own = np.empty(shape, result_type) if out is None else out
             flat_own = own.reshape(-1)
             work = partial(shared.reduce_scatter, parts, self.rank, bounds, flat_own)
             return self._together(handle, work, own)
         own = np.empty(shape, result_type)
+        if levels:
+            steps = levels.reduce_scatter(flat, blocks, own.reshape(-1))
+            return self._in_steps(handle, steps, lambda: self._deliver(own, x, out))
         if not half:
             posts = poster.reduce_scatter(
                 flat, own.reshape(-1), blocks, kind, op, self.chunk_bytes
@@ -340,14 +325,29 @@ class Communicator(Objects):
         posts = poster.all_to_all(bytes_in, bytes_out, blocks, self.chunk_bytes)
         return handle.launch(posts, lambda: self.transport.give(out, x))
 
+    def _levels(self, nbytes: int, half_sums: bool = False) -> Hierarchy | None:
+        """The way over nodes, if it is the one for an array of so many bytes.
+
+        Sums of 16-bit floats are twice as wide between nodes: of two ranks no gain.
+        """
+        if nbytes < self.hierarchy_bytes or self._near < (3 if half_sums else 2):
+            return None
+        if self._hierarchy is None:
+            self._hierarchy = Hierarchy(self.mpi, self._near, self.chunk_bytes)
+        return self._hierarchy
+
+    def _in_steps(
+        self, handle: Handle, steps: Steps, finish: Callable[[], Array]
+    ) -> Handle:
+        """Launch the first step; the others follow."""
+        first = chain.from_iterable(islice(steps, 1))
+        return handle.launch(first, finish, follow=((None, step) for step in steps))
+
     def _together(self, handle: Handle, work: Callable[[], None], x: Array) -> Handle:
         """Let all ranks do ``work``, which makes ``x``, in their shared memory."""
         todo = Work(handle.op, x.nbytes, work)
-        return handle.launch(
-            [self._desk.start(todo)],
-            lambda: x,
-            follow=lambda: self._desk.follow(todo),
-        )
+        follow = (self._desk.follow(one) for one in [todo])
+        return handle.launch([self._desk.start(todo)], lambda: x, follow=follow)
 
     def _deliver(self, result: np.ndarray, like: Array, out: Array) -> Array:
         result = self.transport.give(result, like)
@@ -355,31 +355,6 @@ class Communicator(Objects):
             return result
         out[...] = result
         return out
-
-    def _send(self, x: Array, to: int, tag: int, op: str) -> Handle:
-        post = self.mpi.Issend if self.synchronous else self.mpi.Isend
-        channel = self._message_channel(self.rank, to, tag)
-        flat, handle = self._begin(op, x, x.nbytes, channel)
-        parts = pieces(as_bytes(flat), self.chunk_bytes)
-        return handle.launch((post([p, mpi.BYTE], to, tag) for p in parts), lambda: x)
-
-    def _recv(self, x: Array, source: int, tag: int, op: str, calls: int = 1) -> Handle:
-        channel = self._message_channel(source, self.rank, tag)
-        flat, handle = self._begin(op, x, 0, channel, calls)
-        parts = pieces(as_bytes(flat), self.chunk_bytes)
-        posts = (self.mpi.Irecv([part, mpi.BYTE], source, tag) for part in parts)
-        return handle.launch(
-            posts, lambda: self._put_back(flat, x), [part.size for part in parts]
-        )
-
-    def _message_channel(self, source: int, to: int, tag: int) -> Channel:
-        """The channel of these messages, under the same name on both ends."""
-        key = source, to, tag
-        if key not in self._messages:
-            ends = [self.members[source], self.members[to]]
-            name = f"rank {source} to {to}, tag {tag}"
-            self._messages[key] = self._log.channel(self.name, name, ends)
-        return self._messages[key]
 
     @contextmanager
     def _inside(self, op: str) -> Iterator[Any]:

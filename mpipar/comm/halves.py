@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mpipar.comm import mpi
 from mpipar.comm.counters import shares
 from mpipar.comm.datatypes import as_bytes
+from mpipar.comm.hierarchy import Steps
 from mpipar.comm.posts import Poster, Posts
 from mpipar.ops.half import add_up
 
@@ -29,26 +28,18 @@ class HalfSums:
         self._back = Poster(self._comm, "I")
         self._count = 0
 
-    def start(
-        self, flat: np.ndarray, limit: int
-    ) -> tuple[Posts, Callable[[], tuple[None, list[mpi.Request]]]]:
-        """The MPI calls of both halves; ``flat`` is summed in place."""
+    def all_reduce(self, flat: np.ndarray, limit: int) -> Steps:
+        """In place."""
         lengths = shares(flat.size, self._comm.size)
+        tag = self._count % _TAGS
+        self._count += 1
         arrived, blocks, posts = exchange(
             self._later, flat, lengths, self._comm.rank, limit
         )
-        tag = self._count % _TAGS
-        self._count += 1
-
-        def follow() -> tuple[None, list[mpi.Request]]:
-            own = np.empty(arrived.shape[1], flat.dtype)
-            add_up(arrived, own)
-            whole = as_bytes(flat)
-            return None, list(
-                self._back.spread(as_bytes(own), whole, blocks, limit, tag)
-            )
-
-        return posts, follow
+        yield list(posts)
+        own = np.empty(arrived.shape[1], flat.dtype)
+        add_up(arrived, own)
+        yield list(self._back.spread(as_bytes(own), as_bytes(flat), blocks, limit, tag))
 
     def free(self) -> None:
         """Free the communicator; collective."""

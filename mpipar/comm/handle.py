@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from mpipar.comm import mpi
 from mpipar.comm.bell import Bell, Pause
@@ -12,7 +12,8 @@ from mpipar.comm.counters import Tally
 from mpipar.comm.transport import Array
 from mpipar.errors import CommError
 
-Follow = Callable[[], "tuple[Call | None, list[mpi.Request]]"]
+# The requests of each further step, and the call that they belong to
+Follow = Iterator["tuple[Call | None, list[mpi.Request]]"]
 
 
 class Handle:
@@ -20,8 +21,8 @@ class Handle:
 
     ``finish`` makes the result once MPI is done; ``expected`` are the bytes that each
     request must have received, checked where it is given. ``follow`` is for operations
-    in two parts: it is called when the requests are complete, and returns those of the
-    second part, and its call where that is another one. ``held`` is what MPI reads: it
+    of several steps: when the requests are complete it is asked for those of the next
+    one, and for its call where that is another one. ``held`` is what MPI reads: it
     must live until then, and mpi4py's requests (Ireduce_scatter) do not see to that.
     """
 
@@ -48,7 +49,7 @@ class Handle:
         self._requests: list[mpi.Request] = []
         self._expected: list[int] | None = None
         self._finish: Callable[[], Array] | None = None
-        self._follow: Follow | None = None
+        self._follow: Follow = iter(())
         self._result: Array = None
         self._waited = False
 
@@ -76,7 +77,8 @@ class Handle:
             self._tally.wait += spent
         self._finish = finish
         self._expected = expected
-        self._follow = follow
+        if follow is not None:
+            self._follow = follow
         return self
 
     def test(self) -> bool:
@@ -123,16 +125,16 @@ class Handle:
         return None if self._expected is None else []
 
     def _settle(self, statuses: list[mpi.Status] | None) -> None:
-        """Check the complete requests and turn to the second part, if there is one."""
+        """Check the complete requests and turn to the next step, if there is one."""
         self._requests = []
         if statuses is not None:
             got = [status.Get_count(mpi.BYTE) for status in statuses]
             if got != self._expected:
                 what = f"{sum(got)} bytes came, {sum(self._expected)} expected"
                 raise CommError(self._complaint(what))
-        if self._follow is not None:
-            follow, self._follow = self._follow, None
-            call, self._requests = follow()
+        step = next(self._follow, None)
+        if step is not None:
+            call, self._requests = step
             self._call = call or self._call
             self._ring()
 

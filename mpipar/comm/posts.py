@@ -57,7 +57,7 @@ class Poster:
         if out.size > limit:
             # Offsets may not fit MPI's integers here: every rank broadcasts its block
             lengths = blocks or [own.size] * self._comm.size
-            for root, block in enumerate(_split(out, lengths)):
+            for root, block in enumerate(split(out, lengths)):
                 if root == self._comm.rank:
                     block[...] = own
                 yield from self.broadcast(block, root, limit)
@@ -80,7 +80,7 @@ class Poster:
             # Not Reduce_scatter_block, which is slow in Open MPI
             yield self._reduce_scatter([flat, kind], [out, kind], blocks, op)
             return
-        for root, block in enumerate(_split(flat, blocks)):
+        for root, block in enumerate(split(flat, blocks)):
             own = root == self._comm.rank
             targets = pieces(out, limit) if own else repeat(None)
             for part, target in zip(pieces(block, limit), targets, strict=False):
@@ -102,7 +102,7 @@ class Poster:
         n = self._comm.size
         if blocks is not None:
             leaving, arriving = blocks
-            sides = list(_split(flat, leaving)), list(_split(out, arriving))
+            sides = list(split(flat, leaving)), list(split(out, arriving))
             yield from self._hops(*sides, limit)
         elif flat.size <= limit:
             yield self._alltoall([flat, mpi.BYTE], [out, mpi.BYTE])
@@ -121,13 +121,13 @@ class Poster:
                 [flat, blocks, None, mpi.BYTE], [out, own, None, mpi.BYTE]
             )
             return
-        yield from self._hops(list(_split(flat, blocks)), list(_split(out, own)), limit)
+        yield from self._hops(list(split(flat, blocks)), list(split(out, own)), limit)
 
     def spread(
         self, own: np.ndarray, out: np.ndarray, blocks: list[int], limit: int, tag: int
     ) -> Posts:
         """Bytes: an all-gather by messages of their own tag, so in any order."""
-        arriving = list(_split(out, blocks))
+        arriving = list(split(out, blocks))
         return self._hops([own] * len(arriving), arriving, limit, tag)
 
     def _hops(
@@ -155,7 +155,8 @@ def pieces(flat: np.ndarray, limit: int) -> list[np.ndarray]:
     return [flat[at : at + step] for at in range(0, flat.size, step)]
 
 
-def _split(flat: np.ndarray, lengths: Iterable[int]) -> Iterator[np.ndarray]:
+def split(flat: np.ndarray, lengths: Iterable[int]) -> Iterator[np.ndarray]:
+    """Cut a 1-D array in stretches of these lengths."""
     at = 0
     for length in lengths:
         yield flat[at : at + length]

@@ -234,6 +234,11 @@ class Parallel(Section):
     bucket_mb: AboveZero = Field(
         25.0, description="MiB of gradients that are reduced in one message"
     )
+    hierarchical: bool = Field(
+        True,
+        description="large sums and gathers go inside of each node first, then between "
+        "nodes, where these have equally many ranks of an axis",
+    )
 
     @property
     def axes(self) -> dict[str, int]:

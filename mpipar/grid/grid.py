@@ -34,6 +34,7 @@ class Grid(SerialGrid):
     along      the axes that they are neighbours on
     timeout_s  patience of the watchdog with one operation; 0 switches it off
     transport  how arrays reach MPI; host memory unless said
+    hierarchical  reduce and gather inside of nodes and between them in turn
 
     Raises ConfigError on all ranks if the axes do not multiply to the world's size.
     """
@@ -48,6 +49,7 @@ class Grid(SerialGrid):
         transport: Transport | None = None,
         experts: int = 0,
         along: Sequence[str] = ("cp", "dp"),
+        hierarchical: bool = True,
     ) -> None:
         check_sizes(sizes, order, world.size)
         super().__init__()
@@ -56,6 +58,7 @@ class Grid(SerialGrid):
         self._transport = transport or Host()
         self._log = CallLog()
         self._experts, self._along = experts, tuple(along)
+        self._hierarchical = hierarchical
         self._made: list[Communicator] = []
         self._subs: dict[str, Communicator | NullCommunicator] = {}
         self._watchdog: Watchdog | None = None
@@ -187,10 +190,11 @@ class Grid(SerialGrid):
         return self._adopt(self.world.mpi.Split(peers[0], self.rank), name, peers)
 
     def _adopt(self, comm: mpi.Comm, name: str, members: Sequence[int]) -> Communicator:
+        nodes = [self._nodes[rank] for rank in members] if self._hierarchical else None
         self._made.append(
             Communicator(
                 comm, name, self.counters, self._transport,
-                log=self._log, members=members, bell=self._bell,
+                log=self._log, members=members, bell=self._bell, nodes=nodes,
             )
         )  # fmt: skip
         return self._made[-1]

@@ -20,7 +20,7 @@ _SHELL = """#!/bin/bash
 PATH=$PATH:/usr/sbin:/sbin
 while [[ $1 == -* ]]; do shift; done
 name={prefix}${{1##*.}}; shift
-unshare="unshare --uts --pid --fork --kill-child --mount-proc"
+unshare="unshare --uts --ipc --pid --fork --kill-child --mount-proc"
 exec ip netns exec "$name" $unshare bash -c "hostname $name; exec $*"
 """
 _NET = "10.77.{net}."
@@ -99,7 +99,7 @@ def two_hosts(folder: Path, ranks: int) -> Iterator[Hosts]:
         words = ["-localhost", f"{net}1", "-launcher", "ssh"]
         words += ["-launcher-exec", str(shell), "-hosts", spread]
         # Without these MPI finds the memory that the hosts really share.
-        env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+        env = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "eth0"}
         yield Hosts(names, [*mpiexec(), *words], env)
     finally:
         ends = [["netns", "del", name] for name in names]

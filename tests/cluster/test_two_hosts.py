@@ -69,6 +69,25 @@ def test_the_wire_carries_the_gradients_and_nothing_else(hosts, tmp_path):
     assert wrong > sent
 
 
+@pytest.mark.full
+def test_hosts_exchange_what_their_ranks_have_summed(hosts, tmp_path):
+    """Gradients are scattered and weights gathered once between hosts, whatever ranks
+    there are: (N-1)/N of each."""
+    sent, whole = {}, {}
+    for name in ("true", "false"):
+        (tmp_path / name).mkdir()
+        words = ("parallel.tensor=1", "parallel.zero=2", "train.micro_batch=12",
+                 f"parallel.hierarchical={name}")  # fmt: skip
+        sent[name] = sent_a_step(hosts, tmp_path / name, *words)
+        # A rank counts 3/4 of each array, by formula.
+        whole[name] = counted_a_step(tmp_path / name / "8", "grad") * 4 / 3
+    assert whole["true"] == whole["false"]
+    formula = whole["true"] / 2
+    assert formula < sent["true"] < 1.05 * formula
+    # Scattering takes twice, gathering one and a half times as much at once.
+    assert sent["false"] > 1.7 * sent["true"]
+
+
 def test_a_run_says_where_it_is_and_computes_what_it_computes_elsewhere(
     hosts, tmp_path
 ):

@@ -15,7 +15,7 @@ from mpipar.checkpoint import checkpoints, is_complete, read_manifest
 from mpipar.checkpoint.manifest import blocks_of
 from mpipar.checkpoint.shard import open_shards
 
-full = pytest.mark.full
+full, exhaustive = pytest.mark.full, pytest.mark.exhaustive
 EVERY, KEEP = 2, 3
 
 
@@ -80,7 +80,11 @@ def kill_one(run: Run, rng: random.Random, start_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("n", "kills", "seed"),
-    [(2, 4, 1), pytest.param(2, 8, 2, marks=full), pytest.param(4, 4, 3, marks=full)],
+    [
+        (2, 4, 1),
+        pytest.param(4, 4, 3, marks=full),
+        pytest.param(2, 8, 2, marks=exhaustive),
+    ],
 )
 def test_kills_at_random_moments(tmp_path: Path, n: int, kills: int, seed: int) -> None:
     recipe, run, rng = write_recipe(tmp_path), tmp_path / "run", random.Random(seed)
@@ -187,10 +191,11 @@ def test_a_kill_in_a_save(tmp_path: Path) -> None:
     check_kills(tmp_path, [("draft flushed", 0)])
 
 
-@full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_kill_at_every_point(tmp_path: Path, rank: int) -> None:
-    check_kills(tmp_path, [(p, rank) for p in (BOTH if rank else POINTS)])
+@pytest.mark.parametrize("tier", [pytest.param(0, marks=full),
+                                  pytest.param(1, marks=exhaustive)])  # fmt: skip
+def test_a_kill_at_every_point(tmp_path: Path, tier: int) -> None:
+    every = [*((p, 0) for p in POINTS), *((p, 1) for p in BOTH)]
+    check_kills(tmp_path, every[tier::2])
 
 
 @full

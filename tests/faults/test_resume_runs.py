@@ -64,11 +64,13 @@ RUNS = {
         ["3:term", "1:usr1", "0:term"],
     ),
 }  # fmt: skip
-STANDARD = ("workers",)
+# What is left out here is part of the last one and of others.
+MARKS = {"workers": [], "2bw": pytest.mark.exhaustive, "two data ranks":
+         pytest.mark.exhaustive}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in STANDARD else full) for n in RUNS]
+    "name", [pytest.param(n, marks=MARKS.get(n, full)) for n in RUNS]
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, name: str) -> None:
     """To the bit: losses, weights, moments; saves on the way change nothing."""

@@ -71,10 +71,13 @@ def test_an_error_on_one_rank_ends_all(
     assert "[rank 0 of 2" not in job.output
 
 
-@full
-def test_no_traceback_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "runs",
+    [pytest.param(6, marks=full), pytest.param(30, marks=pytest.mark.exhaustive)],
+)
+def test_no_traceback_is_lost(tmp_path: Path, runs: int) -> None:
     """A24: launchers drop what they have not read yet when a rank aborts the job."""
-    for number in range(20):
+    for number in range(runs):
         folder = tmp_path / str(number)
         folder.mkdir()
         fault = "mpipar.layers.head:Head.forward:1:raise:1"

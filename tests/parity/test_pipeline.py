@@ -39,18 +39,19 @@ STANDARD = {(2, 1, 1): (1, 2, 5, 9), (4, 1, 1): (3, 8), (2, 1, 2): (2, 6)}
 
 
 def cases():
-    """(schedule, grid, micro-batches) of the wide sweep and of the standard one."""
+    """(schedule, grid, micro-batches): of each grid some are of the standard tier, and
+    of the others every second one, another with each schedule, of the full tier."""
     for grid in GRIDS:
-        ranks = int(np.prod(grid))
+        ranks, usual = int(np.prod(grid)), STANDARD.get(grid, ())
         every = (1, 2, 3, 5, 6, 8, 9) if ranks <= 4 else (1, 4, 8)
-        for schedule in CHUNKS:
-            for full in (False, True):
-                usual = STANDARD.get(grid, ())
-                chosen = [m for m in every if (m in usual) != full]
+        others = [m for m in every if m not in usual]
+        for place, schedule in enumerate(CHUNKS):
+            wide, rest = others[place % 2 :: 2], others[1 - place % 2 :: 2]
+            for tier, chosen in (("", usual), ("full", wide), ("exhaustive", rest)):
                 marks = [pytest.mark.mpi(ranks, timeout=240)]
-                marks += [pytest.mark.full] if full else []
+                marks += [getattr(pytest.mark, tier)] if tier else []
                 if chosen:
-                    name = f"{schedule} {'x'.join(map(str, grid))}{' wide' * full}"
+                    name = f"{schedule} {'x'.join(map(str, grid))} {tier}".strip()
                     yield pytest.param(schedule, grid, chosen, marks=marks, id=name)
 
 

@@ -141,8 +141,15 @@ def test_a_drawn_recipe_agrees(comm, method, examples):
     check(comm, method, examples)
 
 
-@on_ranks(
-    {n: {"": 15} | dict.fromkeys(METHODS, 5) for n in (2, 4, 8)}, pytest.mark.full
-)
+def drawn(usual: int, with_method: int) -> dict[int, dict[str, int]]:
+    return {n: {"": usual} | dict.fromkeys(METHODS, with_method) for n in (2, 4, 8)}
+
+
+@on_ranks(drawn(8, 3), pytest.mark.full)
 def test_many_drawn_recipes_agree(comm, method, examples):
+    check(comm, method, examples)
+
+
+@on_ranks(drawn(40, 20), pytest.mark.exhaustive)
+def test_very_many_drawn_recipes_agree(comm, method, examples):
     check(comm, method, examples)
