@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.report import machine, write_together
 from mpipar.bench.state import KINDS, SharedState
 from mpipar.checkpoint import Facts, Progress, Saved, Saver, load, read_manifest
 from mpipar.checkpoint.files import flush
@@ -100,7 +100,7 @@ def run_checkpoint(
     Raises    ConfigError or CheckpointError on all ranks together
     """
     with Grid(world, {"dp": world.size}) as grid:
-        raise_together(_complaint(gb, rounds, json_path, grid), grid.world)
+        raise_together(_complaint(gb, rounds), grid.world)
         with _work_folder(folder, grid.world) as own:
             ops = make_ops("cpu", "fp32")
             state = SharedState(int(gb * GB), grid.world.rank, grid.world.size)
@@ -108,30 +108,22 @@ def run_checkpoint(
                 bench = _Bench(state, saver, ops)
                 # The first round touches memory and code that the others find
                 taken = [bench.round() for _ in range(1 + rounds)]
-        summary, error = summarize(state.nbytes, taken), None
+        summary, facts = summarize(state.nbytes, taken), None
         if grid.world.rank == 0:
             show(summary, state.nbytes, grid.describe(), rounds)
-            error = _write(json_path, state.nbytes, grid.size, summary, taken)
-        raise_together(error, grid.world)
+            facts = _facts(state.nbytes, grid.size, summary, taken)
+        write_together(json_path, facts, grid.world)
     return DONE if summary.is_equal else FAILED
 
 
-def _complaint(
-    gb: float, rounds: int, json_path: Path | None, grid: Any
-) -> ConfigError | None:
+def _complaint(gb: float, rounds: int) -> ConfigError | None:
     """What is wrong with the command."""
     reasons = []
     if not _LEAST_GB <= gb < math.inf:
         reasons.append(f"--gb = {gb} must be at least {_LEAST_GB}")
     if rounds < 1:
         reasons.append(f"--rounds = {rounds} must be at least 1")
-    if reasons:
-        return ConfigError(reasons, "the command")
-    try:
-        check_writable(json_path if grid.world.rank == 0 else None)
-    except ConfigError as problem:
-        return problem
-    return None
+    return ConfigError(reasons, "the command") if reasons else None
 
 
 @contextmanager
@@ -355,15 +347,10 @@ def show(s: Summary, size: int, layout: str, rounds: int) -> None:
     )
 
 
-def _write(
-    path: Path | None, size: int, ranks: int, summary: Summary, taken: Sequence[Round]
-) -> ConfigError | None:
-    """Writes every round where a path is given; what went wrong, if anything."""
+def _facts(
+    size: int, ranks: int, summary: Summary, taken: Sequence[Round]
+) -> dict[str, Any]:
+    """Every round, for --json."""
     warm_up, *rounds = (asdict(one) for one in taken)
     facts = {"bytes": size, "ranks": ranks, "step_s": STEP_S, "machine": machine()}
-    facts |= {"medians": asdict(summary), "warm_up": warm_up, "rounds": rounds}
-    try:
-        write_json(path, facts)
-    except ConfigError as error:
-        return error
-    return None
+    return facts | {"medians": asdict(summary), "warm_up": warm_up, "rounds": rounds}

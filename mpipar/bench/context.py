@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.bench.cores import take_own_cores
-from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.report import machine, write_together
 from mpipar.bench.rounds import in_turns
 from mpipar.comm import raise_together
 from mpipar.config.context_rules import head_ranks, heads_fit
@@ -43,7 +43,6 @@ def run_context(
     error = None
     try:
         _check(length, heads, kv_heads, rounds, world.size)
-        check_writable(json_path)
     except ConfigError as problem:
         error = problem
     with Grid(world, {"cp": world.size}) as grid:
@@ -55,8 +54,10 @@ def run_context(
                   for name, (core, cut) in cores.items()}  # fmt: skip
         calls = {name: attention.seconds for name, attention in passes.items()}
         found = in_turns(calls, rounds)
+        facts = None
         if world.rank == 0:
-            _report(found, length, world.size, json_path)
+            facts = _report(found, length, world.size)
+        write_together(json_path, facts, grid.world)
 
 
 class _Pass:
@@ -119,9 +120,8 @@ def _check(length: int, heads: int, kv_heads: int, rounds: int, ranks: int) -> N
         raise ConfigError(wrong, title="the command")
 
 
-def _report(
-    found: dict[str, list[float]], length: int, ranks: int, json_path: Path | None
-) -> None:
+def _report(found: dict[str, list[float]], length: int, ranks: int) -> dict[str, Any]:
+    """Print a table; the same and all rounds for --json."""
     from rich.console import Console
     from rich.table import Table
 
@@ -136,5 +136,4 @@ def _report(
         table.add_row(name, f"{1000 * median:.0f}", f"{ratio:.2f}")
         facts[name] = {"seconds": seconds, "median_s": median, "times_ring": ratio}
     Console(width=100).print(table)
-    if json_path is not None:
-        write_json(json_path, facts)
+    return facts

@@ -10,7 +10,7 @@ from typing import Any
 from mpipar.bench.cores import take_own_cores
 from mpipar.bench.expert_layer import DenseWork, MixtureWork
 from mpipar.bench.expert_layouts import HEAD, Training, recipes
-from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.report import machine, write_together
 from mpipar.bench.rounds import in_turns
 from mpipar.comm import raise_together
 from mpipar.config import Experts
@@ -50,7 +50,6 @@ def run_experts(
     error = None
     try:
         _check(sizes, rounds, world.size)
-        check_writable(json_path)
     except ConfigError as problem:
         error = problem
     with Grid(world, {"dp": world.size}) as grid:
@@ -60,14 +59,10 @@ def run_experts(
             facts = _beside_dense(sizes, rounds)
         else:
             facts = _by_layout(world, sizes, rounds)
-        error = None
         if world.rank == 0:
             _show(facts)
-            try:
-                write_json(json_path, {"machine": machine()} | facts)
-            except ConfigError as problem:
-                error = problem
-        raise_together(error, grid.world)
+            facts = {"machine": machine()} | facts
+        write_together(json_path, facts if world.rank == 0 else None, grid.world)
 
 
 def _beside_dense(sizes: Sizes, rounds: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.comm import raise_together
 from mpipar.errors import ConfigError
 
 
@@ -28,15 +29,6 @@ def available_bytes() -> int:
     return int(kib[0]) * 1024 if kib else 1 << 62
 
 
-def check_writable(path: Path | None) -> None:
-    """Raises ConfigError before a long measurement rather than after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError([f"cannot write --json {path}"], "the command")
-
-
 def write_json(path: Path | None, facts: dict[str, Any]) -> None:
     """Writes the facts where a path is given. Raises ConfigError."""
     if path is None:
@@ -46,6 +38,21 @@ def write_json(path: Path | None, facts: dict[str, Any]) -> None:
     except OSError as problem:
         reason = f"cannot write --json {path}: {problem}"
         raise ConfigError([reason], "the command") from None
+
+
+def write_together(path: Path | None, facts: dict[str, Any] | None, world: Any) -> None:
+    """Writes the facts of rank 0 where a path is given. Collective.
+
+    facts    none on other ranks
+    Raises   ConfigError on all ranks together
+    """
+    error = None
+    if facts is not None:
+        try:
+            write_json(path, facts)
+        except ConfigError as problem:
+            error = problem
+    raise_together(error, world)
 
 
 def _proc(file: str, key: str) -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mpipar.bench.clock import CATEGORIES, OpsClock
-from mpipar.bench.report import machine, write_json
+from mpipar.bench.report import machine, write_together
 from mpipar.bench.workload import Workload, check_vocabulary
-from mpipar.comm import raise_together
 from mpipar.config import Recipe
 from mpipar.engine import open_grid
 from mpipar.errors import ConfigError
@@ -81,12 +80,12 @@ def run_step(
         clock = OpsClock(ops)
         profile = _profile(Workload(recipe, grid, ops), clock, rate, steps)
         profiles = grid.world.gather_obj(profile)
-        error = None
+        facts = None
         if grid.world.rank == 0:
             summary = summarize(profiles)
             show(summary, f"{grid.describe()}, {ops.precision}, median step")
-            error = _write(json_path, recipe, summary, profiles)
-        raise_together(error, grid.world)
+            facts = _facts(recipe, summary, profiles)
+        write_together(json_path, facts, grid.world)
 
 
 def _profile(work: Workload, clock: OpsClock, rate: float, steps: int) -> Profile:
@@ -167,14 +166,7 @@ def show(s: Summary, title: str) -> None:
     )
 
 
-def _write(
-    path: Path | None, recipe: Recipe, s: Summary, profiles: list[Profile]
-) -> ConfigError | None:
-    """Write everything where a path is given; what went wrong, if anything."""
+def _facts(recipe: Recipe, s: Summary, profiles: list[Profile]) -> dict[str, Any]:
+    """Everything, for --json."""
     facts = vars(s) | {"closeness": s.closeness, "machine": machine()}
-    facts |= {"recipe": recipe.model_dump(), "ranks": [vars(p) for p in profiles]}
-    try:
-        write_json(path, facts)
-    except ConfigError as error:
-        return error
-    return None
+    return facts | {"recipe": recipe.model_dump(), "ranks": [vars(p) for p in profiles]}

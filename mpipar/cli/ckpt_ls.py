@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpipar.cli.ckpt_output import console, megabytes, plain, write_json
+from mpipar.cli.ckpt_output import console, megabytes, plain
+from mpipar.cli.json_file import write_json
 from mpipar.cli.launch import Launch
 
 if TYPE_CHECKING:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from mpipar.errors import ConfigError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,14 +32,3 @@ def console() -> Console:
     sys.stdout.reconfigure(errors="backslashreplace")
     width = None if sys.stdout.isatty() else _WIDE
     return Console(highlight=False, markup=False, emoji=False, width=width)
-
-
-def write_json(path: Path | None, data: Any) -> None:
-    """Writes the data where a path is given. Raises ConfigError."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(data, indent=2) + "\n")
-    except OSError as problem:
-        reason = f"cannot write --json {path}: {problem}"
-        raise ConfigError([reason], "the command") from None

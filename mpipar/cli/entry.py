@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from types import ModuleType
 
+from mpipar.cli.json_file import check_json
 from mpipar.cli.launch import FAILED, LAST_WORDS_S, Launch, read_launch
 from mpipar.errors import MpiparError
 
@@ -75,6 +76,8 @@ def _load(name: str, launch: Launch) -> ModuleType:
 def _run_outside(command: ModuleType, args: argparse.Namespace, launch: Launch) -> int:
     """Run a command that takes no part in an MPI job."""
     try:
+        if launch.speaks:
+            check_json(args)
         return command.run_outside(args, launch)
     except MpiparError as error:
         if launch.speaks:

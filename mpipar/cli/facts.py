@@ -7,19 +7,30 @@ import shutil
 import socket
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import ModuleType
+
+from mpipar.cli.gpus import Gpus, collect_gpus
+from mpipar.cli.limits import Limits, collect_limits
+from mpipar.cli.mpi_build import MpiBuild, collect_build
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank sees. Sizes in bytes; None where there is nothing."""
+    """What one rank sees. Sizes in bytes; None where there is nothing.
+
+    cores       numbers of those that this process may use
+    node_cores  how many the job may use on this node
+    quota       processors' worth of time that a container gets
+    """
 
     host: str
     python: str
     cores: frozenset[int]
+    node_cores: int
+    quota: float | None
     mpi: str
     mpi_size: int
+    build: MpiBuild
     numpy: str
     blas: tuple[tuple[str, int], ...]
     numba: str | None
@@ -28,28 +39,26 @@ class Facts:
     hdf5: str | None
     file_locking: str
     shm_free: int | None
-    cupy: str | None
-    gpus: int | None
-    gpu_error: str
-    disk_free: int
-    folder: str
-    writable: bool
+    gpus: Gpus
+    limits: Limits
 
 
 def collect(mpi_size: int) -> Facts:
     """Look at this rank's process and machine."""
+    from mpipar.cli.cgroup import read_cgroup
     from mpipar.cli.world import mpi_library
     from mpipar.ops import bf16_obstacle
 
-    h5py = _module("h5py")
-    gpus, gpu_error = _gpus()
-    folder = Path.cwd()
+    h5py, cgroup = _module("h5py"), read_cgroup()
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
         cores=frozenset(os.sched_getaffinity(0)),
+        node_cores=_node_cores(cgroup.cores),
+        quota=cgroup.quota,
         mpi=mpi_library(),
         mpi_size=mpi_size,
+        build=collect_build(),
         numpy=importlib.import_module("numpy").__version__,
         blas=_blas(),
         numba=_version("numba"),
@@ -58,13 +67,18 @@ def collect(mpi_size: int) -> Facts:
         hdf5=h5py and h5py.version.hdf5_version,
         file_locking=os.environ.get("HDF5_USE_FILE_LOCKING", ""),
         shm_free=_free("/dev/shm"),
-        cupy=_cupy_version(),
-        gpus=gpus,
-        gpu_error=gpu_error,
-        disk_free=_free(folder) or 0,
-        folder=str(folder),
-        writable=os.access(folder, os.W_OK),
+        gpus=collect_gpus(),
+        limits=collect_limits(cgroup.memory),
     )
+
+
+def _node_cores(group: frozenset[int] | None) -> int:
+    """Cores of this node that are the job's, whichever this rank is bound to."""
+    known = [len(group) if group else os.cpu_count() or 1]
+    granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    if granted.isdecimal():
+        known.append(int(granted))
+    return min(known)
 
 
 def _module(name: str) -> ModuleType | None:
@@ -89,7 +103,7 @@ def _blas() -> tuple[tuple[str, int], ...]:
     )
 
 
-def _free(path: str | Path) -> int | None:
+def _free(path: str) -> int | None:
     try:
         return shutil.disk_usage(path).free
     except OSError:
@@ -101,19 +115,3 @@ def _version(package: str) -> str | None:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
         return None
-
-
-def _cupy_version() -> str | None:
-    names = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-    return next(filter(None, map(_version, names)), None)
-
-
-def _gpus() -> tuple[int | None, str]:
-    """Number of GPUs that CuPy sees, and its complaint if it sees none."""
-    cupy = _module("cupy")
-    if cupy is None:
-        return None, ""
-    try:
-        return cupy.cuda.runtime.getDeviceCount(), ""
-    except Exception as error:
-        return 0, f"{type(error).__name__}: {error}"

@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpipar.cli.findings import Finding
+from mpipar.cli.finding import Finding
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from rich.table import Table
+
+    from mpipar.cli.patience import Patience
 
 _SMALL, _LARGE = 8, 4 << 20
 _ROUNDS, _LARGE_ROUNDS = 30, 3
 # Pairs that are measured at most, one after the other
 _MOST_PAIRS = 300
+# Nodes of which a table is drawn
+_FEW_NODES = range(2, 9)
+_NO_NETWORK = (
+    "Check the firewall between the nodes, and name the network: mpiexec -iface NAME "
+    "(MPICH), mpiexec --mca btl_tcp_if_include NAME (Open MPI)."
+)
 # A clock may be off by so many seconds, a pair be so many times slower than most
 _CLOCK_S, _SLOWER = 1.0, 3.0
 
@@ -36,23 +45,45 @@ class Link:
     clock_s: float
 
 
-def measure(world: MPI.Comm, host: str) -> list[Link]:
+def measure(world: MPI.Comm, host: str, patience: Patience) -> list[Link]:
     """Pairs of nodes, and two ranks of one, each pair alone; on all ranks. Collective.
 
-    host   of this rank
+    host      of this rank
+    patience  ends the job where messages of a pair do not arrive
     """
-    found = []
-    for a, b in _pairs(world.allgather(host)):
+    names, found = world.allgather(host), []
+    for a, b in _pairs(names):
+        between = f"rank {a} on {names[a]} and rank {b} on {names[b]}"
+        patience.begin(f"messages between {between}", _NO_NETWORK)
         world.Barrier()
-        link = None
+        numbers = None
         if world.rank in (a, b):
-            link = _measure(world, b if world.rank == a else a, world.rank == a)
-        found.append(world.bcast(link, a))
-    names = world.allgather(host)
-    return [
-        Link(names[a], names[b], *numbers)
-        for (a, b), numbers in zip(_pairs(names), found, strict=True)
-    ]
+            numbers = _measure(world, b if world.rank == a else a, world.rank == a)
+        found.append(Link(names[a], names[b], *world.bcast(numbers, a)))
+    return found
+
+
+def table(links: Sequence[Link]) -> Table | None:
+    """Latency and bandwidth between each two nodes; None unless they are few."""
+    from rich.table import Table
+
+    between = {(link.a, link.b): link for link in links if link.a != link.b}
+    names = list(dict.fromkeys(name for pair in between for name in pair))
+    if len(names) not in _FEW_NODES:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="")
+    for head in ("µs, GB/s", *names[1:]):
+        table.add_column(head)
+    for name in names[:-1]:
+        links_of_row = (between.get((name, other)) for other in names[1:])
+        table.add_row(name, *(_cell(link) for link in links_of_row))
+    return table
+
+
+def _cell(link: Link | None) -> str:
+    if link is None:
+        return ""
+    return f"{1e6 * link.latency_s:.3g}, {link.bandwidth / 1e9:.3g}"
 
 
 def judge_links(links: Sequence[Link]) -> list[Finding]:

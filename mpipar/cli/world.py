@@ -11,6 +11,7 @@ import traceback
 import warnings
 from types import FrameType, ModuleType
 
+from mpipar.cli.json_file import check_json
 from mpipar.cli.launch import (
     FAILED,
     LAST_WORDS_S,
@@ -45,6 +46,7 @@ def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) 
         signal.signal(number, _interrupt)
     try:
         set_threads(world)
+        check_json(args, world)
         return command.run(args, world)
     except SystemExit as stop:
         return 0 if stop.code in (None, 0) else _abort(world, stop)

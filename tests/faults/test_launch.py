@@ -346,21 +346,3 @@ def test_help_is_light_and_a_wrong_command_is_refused() -> None:
     result = run("bogus")
     assert result.returncode == 2
     assert "invalid choice" in result.stderr
-
-
-def test_doctor_reports_a_broken_launch(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mpipar", "doctor", "--json", "found.json"]
-    env = clean_environment(PMI_SIZE="4", PMI_RANK="0")
-    result = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 1
-    assert '"state": "bad"' in (tmp_path / "found.json").read_text()
-
-
-def test_doctor_speaks_for_all_ranks(tmp_path: Path, job) -> None:
-    words = [sys.executable, "-m", "mpipar", "doctor"]
-    result = job(3, *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert result.status == 0, result.output
-    assert "3 ranks" in result.output
-    assert result.output.count("HDF5") >= 1

@@ -1,8 +1,10 @@
 """What the doctor measures and says of messages between ranks and nodes."""
 
 import pytest
+from rich.console import Console
 
-from mpipar.cli.links import Link, judge_links, measure
+from mpipar.cli.links import Link, judge_links, measure, table
+from mpipar.cli.patience import Patience
 
 
 def link(a, b, latency_s=2e-5, bandwidth=1e9, clock_s=0.0):
@@ -21,7 +23,8 @@ def link(a, b, latency_s=2e-5, bandwidth=1e9, clock_s=0.0):
 )
 @pytest.mark.mpi(4)
 def test_each_pair_of_nodes_is_measured_once(comm, hosts, pairs):
-    links = measure(comm, hosts[comm.rank])
+    with Patience(comm, hosts[comm.rank], 600) as patience:
+        links = measure(comm, hosts[comm.rank], patience)
     assert [found.a + found.b for found in links] == pairs
     assert all(0 < found.latency_s < 1 for found in links)
     assert all(1e5 < found.bandwidth < 1e12 for found in links)
@@ -30,7 +33,8 @@ def test_each_pair_of_nodes_is_measured_once(comm, hosts, pairs):
 
 @pytest.mark.mpi(1)
 def test_one_rank_has_no_links(comm):
-    assert measure(comm, "a") == [] == judge_links([])
+    with Patience(comm, "a", 600) as patience:
+        assert measure(comm, "a", patience) == [] == judge_links([])
 
 
 def test_usual_links_are_told_as_ranges():
@@ -55,3 +59,19 @@ def test_a_clock_that_is_off_is_named(ahead, behind):
     *_, clocks = judge_links([link("a", "b", clock_s=ahead)])
     assert clocks.state == "warn"
     assert f"that of {behind} is behind" in clocks.text
+
+
+def test_few_nodes_have_a_table_of_pairs(capsys):
+    links = [link("a", "a"), link("a", "b"), link("a", "c", 3e-5), link("b", "c")]
+    Console(width=80).print(table(links))
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["µs,", "GB/s", "b", "c"],
+        ["a", "20,", "1", "30,", "1"],
+        ["b", "20,", "1"],
+    ]
+
+
+def test_one_node_and_many_have_none():
+    assert table([]) is None and table([link("a", "a")]) is None
+    assert table([link("a", name) for name in "bcdefghi"]) is None
