@@ -25,7 +25,7 @@ ALONE = True
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 _WIDTHS = (4, 8)  # of states and names, so that two tables look like one
 _LOST = "A rank has stopped, or the network does not carry its messages."
-# How long the ranks may take to meet, and messages of a pair to pass
+# How long ranks may take to meet, file systems included, and messages of a pair
 _LIMIT_S = 120.0
 
 
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     speaks = world.rank == 0 and launch.speaks
     own, error, bad = collect(world.size), None, False
     with Patience(world, own.host, _LIMIT_S) as patience:
-        patience.begin("the ranks do not meet", _LOST)
+        patience.begin("the ranks do not meet", _LOST, world.rank == 0)
         facts, sharing = world.gather(own), world.gather(_shares_memory(world))
+        patience.begin("the ranks do not meet again", _LOST, world.rank == 0)
         trials = try_folder(world, own.host, args.out)
         findings = []
         if speaks:

@@ -28,7 +28,7 @@ COMMANDS = {
     "ckpt ls": "list the checkpoints of a run, or the arrays of one",
     "ckpt verify": "read every byte of a checkpoint and name all damages",
     "ckpt reshard": "write a checkpoint anew, in other files or as another type",
-    "doctor": "tell what MPI, BLAS, HDF5 and GPUs are here and what is wrong",
+    "doctor": "tell what MPI, cores, disk, GPUs and network are here, what is wrong",
     "bench peers": "time the same training in PyTorch and in mpipar, in turns",
     "bench step": "tell where the time of a training step goes",
     "bench checkpoint": "time saves and loads of a state beside the disk itself",

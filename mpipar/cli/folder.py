@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mpipar.cli.finding import GIB, Finding, count, of_ranks, some
-from mpipar.cli.patience import within
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-T = TypeVar("T")
-
+PROGRAM = Path(__file__).with_name("trial.py")
 # A file system that has not answered by then is dead.
-LIMIT_S = 30.0
-# A name that one node has made may reach another so much later.
-_LATE_S = 10.0
-_MOUNTS = Path("/proc/mounts")
-_BYTES = 1 << 16
+LIMIT_S = 20.0
+_KILL_S = 1.0
 _LEAST_FILES = 1000
 # Weights and two moments in fp32
 _BYTES_A_WEIGHT = 12
@@ -61,33 +56,22 @@ def try_folder(
 
     A folder that is not there yet stands for the first above it that is. Collective.
 
-    seconds   that a rank may be inside the file system each time
+    seconds   that a rank waits for the file system each time
     """
-    made = None
-    if world.rank == 0:
-        made = _limited(lambda: _make(out), seconds)
+    made = _call(seconds, "make", out) if world.rank == 0 else None
     made = world.bcast(made)
-    if isinstance(made, str):
-        return world.allgather(Trial(host, str(out), failed=made))
-    work = Path(made[0])
-
-    def write() -> Trial:
-        return _write(work, host, world.rank)
-
-    own = _limited(write, seconds)
-    if isinstance(own, str):
-        own = Trial(host, str(work.parent), failed=own)
+    if "failed" in made:
+        return world.allgather(Trial(host, str(out), **made))
+    work = made["work"]
+    folder = os.path.dirname(work)
+    own = Trial(host, folder, **_call(seconds, "write", work, world.rank))
     wrote = world.allgather(not own.failed and not own.hidden)
     peer = (world.rank + 1) % world.size
     if wrote[world.rank] and wrote[peer]:
-        seen = _limited(lambda: [_wait_for(work / _name(peer))], seconds)
-        if isinstance(seen, str):
-            own = replace(own, failed=seen)
-        else:
-            own = replace(own, hidden=not seen[0])
+        own = replace(own, **_call(seconds, "read", work, peer))
     trials = world.allgather(own)
     if world.rank == 0:
-        _limited(lambda: [shutil.rmtree(work, ignore_errors=True)], seconds)
+        _call(seconds, "remove", work)
     return trials
 
 
@@ -110,8 +94,9 @@ def _judge_use(
 ) -> Finding:
     failed = [rank for rank, trial in enumerate(trials) if trial.failed]
     if failed:
-        trial = trials[failed[0]]
-        text = f"{where}: {trial.failed} ({of_ranks(failed)}, {trial.host})"
+        hosts = some(dict.fromkeys(trials[rank].host for rank in failed))
+        reason = trials[failed[0]].failed
+        text = f"{where}: {reason} ({of_ranks(failed)} on {hosts})"
         advice = "Checkpoints could not be saved. Choose a folder by --out DIR, here "
         advice += "and for mpipar train."
         return Finding("folder", "bad", text, advice, details)
@@ -145,80 +130,26 @@ def _judge_room(trials: Sequence[Trial], where: str) -> Finding:
     return Finding("disk", "ok", text)
 
 
-def _limited(action: Callable[[], T], seconds: float) -> T | str:
-    """What the action returns, which is no text; or in words what went wrong."""
+def _call(seconds: float, *words: object) -> dict[str, Any]:
+    """What the trial's program tells; "failed" where it tells nothing in time."""
+    # Without site-packages it starts in no time. It keeps none of the rank's files,
+    # whose end a launcher may wait for.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
-        return within(seconds, action)
-    except TimeoutError as late:
-        return f"the file system does not respond: {late}"
-    except OSError as problem:
-        return f"{problem.strerror or problem}: {problem.filename or ''}".rstrip(": ")
-
-
-def _make(out: Path) -> list[str]:
-    """Path of a new folder that no one else uses."""
-    parents = (out.absolute(), *out.absolute().parents)
-    parent = next(path for path in parents if path.is_dir())
-    return [tempfile.mkdtemp(prefix=".mpipar-doctor-", dir=parent)]
-
-
-def _write(work: Path, host: str, rank: int) -> Trial:
-    """Do what a rank does to save: a file that is on disk before it gets its name."""
-    parent = str(work.parent)
-    if not _wait_for(work):
-        return Trial(host, parent, hidden=True)
-    draft = work / f"{_name(rank)}.tmp"
-    with draft.open("w+b", buffering=0) as file:
-        lock = _try_lock(file.fileno())
-        file.truncate(_BYTES)
-        os.pwrite(file.fileno(), bytes(_BYTES), 0)
-        os.fsync(file.fileno())
-    draft.replace(work / _name(rank))
-    _flush_names(work)
-    found = os.statvfs(work)
-    # Some file systems make inodes as they need them, and tell of none
-    files = found.f_favail if found.f_files else None
-    free = found.f_bavail * found.f_frsize
-    return Trial(host, parent, _kind(work), free, files, lock=lock)
-
-
-def _flush_names(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(file: int) -> str:
-    """Lock as HDF5 does; why it cannot be done."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(file, fcntl.LOCK_UN)
-    except OSError as problem:
-        return problem.strerror or str(problem)
-    return ""
-
-
-def _wait_for(path: Path) -> bool:
-    """True once there is something; a new name may reach another node late."""
-    until = time.monotonic() + _LATE_S
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return path.is_dir() or path.read_bytes() == bytes(_BYTES)
-
-
-def _name(rank: int) -> str:
-    return f"rank_{rank:05d}"
-
-
-def _kind(path: Path) -> str:
-    """The type of the file system that a path lies on."""
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-    except OSError:
-        return ""
-    mounts = {fields[1]: fields[2] for fields in map(str.split, lines)}
-    return next((mounts[str(p)] for p in path.parents if str(p) in mounts), "")
+        text, _ = process.communicate(timeout=seconds)
+        return json.loads(text)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        process.stdout.close()
+        reason = f"no answer in {seconds:g} s"
+        return {"failed": f"the file system does not respond: {reason}"}
+    except ValueError:
+        return {"failed": f"the trial ended with status {process.returncode}"}

@@ -54,10 +54,11 @@ def measure(world: MPI.Comm, host: str, patience: Patience) -> list[Link]:
     names, found = world.allgather(host), []
     for a, b in _pairs(names):
         between = f"rank {a} on {names[a]} and rank {b} on {names[b]}"
-        patience.begin(f"messages between {between}", _NO_NETWORK)
+        takes_part = world.rank in (a, b)
+        patience.begin(f"messages between {between}", _NO_NETWORK, takes_part)
         world.Barrier()
         numbers = None
-        if world.rank in (a, b):
+        if takes_part:
             numbers = _measure(world, b if world.rank == a else a, world.rank == a)
         found.append(Link(names[a], names[b], *world.bcast(numbers, a)))
     return found

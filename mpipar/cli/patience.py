@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# So many times longer do ranks wait that expect others to speak.
+_LISTENERS = 1.5
+
 
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Return what a function returns, or raise what it raises.
@@ -59,11 +62,15 @@ class Patience:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def begin(self, stage: str, advice: str) -> None:
-        """A stage begins, and the one before is over."""
+    def begin(self, stage: str, advice: str, speaks: bool = True) -> None:
+        """A stage begins, and the one before is over.
+
+        speaks   False on ranks that leave the word to others, and wait longer
+        """
         self._stop()
         text = f"bad: {stage}: no answer in {self._seconds:g} s. {advice}"
-        self._timer = threading.Timer(self._seconds, self._end, (text,))
+        seconds = self._seconds * (1 if speaks else _LISTENERS)
+        self._timer = threading.Timer(seconds, self._end, (text,))
         self._timer.daemon = True
         self._timer.start()
 

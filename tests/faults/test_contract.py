@@ -207,6 +207,16 @@ def test_a_run_folder_that_cannot_be_is_refused(tmp_path: Path, below: bool) -> 
     assert blocked.read_text() == "mine"
 
 
+def test_a_measurement_that_could_not_be_written_does_not_begin(tmp_path: Path) -> None:
+    command = ("bench", "context", "--json", "none/x.json", "--rounds", "1000000")
+    with start(2, *command, cwd=tmp_path, note=True) as run:
+        job = run.job.result()
+        assert run.all_ended_with(2, 2), job.output
+    assert (job.status, job.late, job.left) == (2, False, [])
+    assert job.output.count("cannot write --json none/x.json: ") == 1
+    assert "Traceback" not in job.output and files(tmp_path) == {}
+
+
 def test_an_unknown_recipe_names_the_nearest_presets(tmp_path: Path) -> None:
     job = mpipar(2, "train", "tinny", cwd=tmp_path)
     assert job.status == 2 and job.left == []

@@ -142,7 +142,6 @@ def test_an_error_of_the_disk_is_everyones(
         ({"gb": 0.0}, "--gb = 0.0"),
         ({"rounds": 0}, "--rounds = 0"),
         ({"folder": Path("/nowhere")}, "--folder /nowhere"),
-        ({"json_path": Path("/nowhere/x.json")}, "--json"),
     ],
 )
 @ranks(2)

@@ -54,3 +54,10 @@ def test_all_that_is_wrong_is_said_at_once_by_all(comm: Any) -> None:
     ) as e:
         run_context(comm, **wrong, json_path=None)
     assert e.value.agreed
+
+
+@pytest.mark.mpi(2)
+def test_what_cannot_be_written_at_the_end_is_said_by_all(comm: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot write --json /dev/full") as e:
+        run_context(comm, **SIZES, json_path=Path("/dev/full"))
+    assert e.value.agreed

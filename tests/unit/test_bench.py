@@ -208,12 +208,6 @@ def test_peers_refuses_what_cannot_be_compared(
         run_peers("tiny", changes, python=NO_PYTHON, **options)
 
 
-def test_an_unwritable_json_is_refused_before_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "none" / "x.json"
-    with pytest.raises(ConfigError, match="--json"):
-        run_peers("tiny", (), names=NAMES, python=NO_PYTHON, json_path=path)
-
-
 def test_a_python_without_torch_is_known() -> None:
     assert not peers.has_module(NO_PYTHON, "json")
     assert peers.has_module(sys.executable, "json")

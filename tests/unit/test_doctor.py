@@ -218,7 +218,7 @@ def test_a_folder_that_works_and_its_room_are_told() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "state", "text", "advice"),
     [
-        ({"failed": "No space left"}, "folder", "bad", "No space left (rank 1, b)",
+        ({"failed": "No space left"}, "folder", "bad", "No space left (rank 1 on b)",
          "--out"),
         ({"hidden": True, "free": None}, "folder", "bad", "rank 1 on b cannot see",
          "all nodes share"),
