@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.bench.cores import take_own_cores
-from mpipar.bench.report import check_writable, machine, write_json
+from mpipar.bench.report import machine, write_together
 from mpipar.bench.rounds import in_turns
 from mpipar.comm import Communicator, raise_together
 from mpipar.errors import ConfigError
@@ -34,7 +34,6 @@ def run_collectives(
     error = None
     try:
         _check(items, rounds, world.size)
-        check_writable(json_path)
     except ConfigError as problem:
         error = problem
     sizes = {"dp": world.size}
@@ -50,8 +49,8 @@ def run_collectives(
             }
             for (op, way), seconds in in_turns(calls, rounds).items():
                 found[name, op, way] = seconds
-        if world.rank == 0:
-            _report(found, items, grid, json_path)
+        facts = _report(found, items, grid) if world.rank == 0 else None
+        write_together(json_path, facts, grid.world)
 
 
 def _operations(
@@ -89,11 +88,9 @@ def _check(items: int, rounds: int, ranks: int) -> None:
 
 
 def _report(
-    found: dict[tuple[str, str, str], list[float]],
-    items: int,
-    grid: Grid,
-    json_path: Path | None,
-) -> None:
+    found: dict[tuple[str, str, str], list[float]], items: int, grid: Grid
+) -> dict[str, Any]:
+    """Print a table; the same and all rounds for --json."""
     from rich.console import Console
     from rich.table import Table
 
@@ -112,6 +109,5 @@ def _report(
         rows.append({"type": name, "operation": op, "way": way, "seconds": seconds,
                      "median_s": median, "times_at_once": ratio})  # fmt: skip
     Console(width=100).print(table)
-    if json_path is not None:
-        facts = {"machine": machine(), "items": items, "ranks": grid.size}
-        write_json(json_path, facts | {"rows": rows})
+    facts = {"machine": machine(), "items": items, "ranks": grid.size}
+    return facts | {"rows": rows}

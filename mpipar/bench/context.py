@@ -54,9 +54,7 @@ def run_context(
                   for name, (core, cut) in cores.items()}  # fmt: skip
         calls = {name: attention.seconds for name, attention in passes.items()}
         found = in_turns(calls, rounds)
-        facts = None
-        if world.rank == 0:
-            facts = _report(found, length, world.size)
+        facts = _report(found, length, world.size) if world.rank == 0 else None
         write_together(json_path, facts, grid.world)
 
 
