@@ -20,7 +20,7 @@ def held(folder: Path, *words: str) -> list[tuple[int, int]]:
     folder.mkdir()
     command = [*mpiexec(), "-n", "2", sys.executable, "-m", "parity.resident"]
     env = environment(folder, PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1")
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     job = run_job(
         [*command, *SIZES, *words], folder, env, lambda: time.monotonic() > until
     )
