@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ exec ip netns exec "$name" $unshare bash -c "hostname $name; exec $*"
 """
 _NET = "10.77.{net}."
 # Where the tools of root are, which not every PATH has
-_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _RATE = "1gbit"
 
 
@@ -53,20 +53,9 @@ class Hosts:
 
 def obstacle() -> str | None:
     """Why two hosts cannot be made here; None where they can."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "two hosts need root"
-    missing = [
-        x
-        for x in ("ip", "tc", "unshare", "bash")
-        if shutil.which(x, path=_PATH) is None
-    ]
-    if missing:
-        return f"two hosts need {', '.join(missing)} (Debian: apt install iproute2)"
-    version = subprocess.run(
-        [*mpiexec(), "--version"], capture_output=True, text=True, check=False
-    )
-    if "HYDRA" not in version.stdout:
-        return "two hosts are started by MPICH's mpiexec"
+    tools = ("ip", "tc", "unshare", "bash")
+    if reason := lacking("two hosts", tools):
+        return reason
     name = f"mpx{os.getpid()}"
     try:
         _run("ip", "netns", "add", name)
@@ -74,6 +63,20 @@ def obstacle() -> str | None:
     except subprocess.CalledProcessError as problem:
         return f"no network namespaces here: {problem.stderr.strip()}"
     return None
+
+
+def lacking(what: str, tools: Sequence[str]) -> str | None:
+    """What `what` lacks here: root, tools, or MPICH."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return f"{what} need root"
+    missing = [tool for tool in tools if shutil.which(tool, path=PATH) is None]
+    if missing:
+        names = ", ".join(missing)
+        return f"{what} need {names} (Debian: bash tests/cluster/packages.sh)"
+    version = subprocess.run(
+        [*mpiexec(), "--version"], capture_output=True, text=True, check=False
+    )
+    return None if "HYDRA" in version.stdout else f"{what} are tried with MPICH"
 
 
 @contextmanager
@@ -124,6 +127,6 @@ def _add_host(name: str, cable: str, bridge: str, address: str) -> None:
 
 
 def _run(*words: str) -> str:
-    env = os.environ | {"PATH": _PATH}
+    env = os.environ | {"PATH": PATH}
     options = {"check": True, "capture_output": True, "text": True, "env": env}
     return subprocess.run(words, **options).stdout
