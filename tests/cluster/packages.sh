@@ -6,7 +6,8 @@ set -u
 
 missing=()
 for package in slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2; do
-    dpkg --status "$package" >/dev/null 2>&1 || missing+=("$package")
+    state=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>&1)
+    [ "$state" = installed ] || missing+=("$package")
 done
 [ ${#missing[@]} = 0 ] && exit 0
 

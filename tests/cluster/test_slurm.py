@@ -11,6 +11,7 @@ import pytest
 from cluster.slurm import Slurm, obstacle, slurm
 from faults.run import INJECT, SCRIPT, write_recipe
 from faults.test_resume_runs import LOADER, unlike
+from launcher import members
 
 pytestmark = pytest.mark.full
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -39,6 +40,7 @@ def cluster():
         except OSError as problem:
             pytest.skip(str(problem))
         yield up
+    assert members(up.folder) == [] and not up.folder.exists()
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(
         fault.unlink()
     found = cluster.wait(job, JobState="COMPLETED")
     output, run = cluster.output(found), project / "runs" / job
+    assert output.count("stopped after") == 2, output
     assert output.count(f"goes on from runs/{job}/checkpoints/") == 2, output
     assert unlike(run, project / "unbroken") == []
 

@@ -47,7 +47,7 @@ def test_bash_reads_a_script(script: Path) -> None:
         ("jobs/slurm.sbatch", 1),
         ("jobs/pbs.sh", 1),
         ("jobs/quickstart.sh", 1),
-        ("jobs/README.md", 11),
+        ("jobs/README.md", 12),
         ("hostfiles/README.md", 4),
     ],
 )
