@@ -9,10 +9,12 @@ class MpiparError(Exception):
     exit_code  the process's exit status when the error ends a command
     agreed     True when every rank raises this same error together, so that it is
                printed once and nobody needs to be aborted
+    speaks     False on ranks whose part another rank tells, which ends the job
     """
 
     exit_code = 4
     agreed = False
+    speaks = True
 
 
 class ConfigError(MpiparError, ValueError):

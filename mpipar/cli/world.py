@@ -44,6 +44,7 @@ def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) 
     # By default these end one rank without a word, which not every launcher notices.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _interrupt)
+    sys.unraisablehook = _abort_at_exit
     try:
         set_threads(world)
         check_json(args, world)
@@ -54,6 +55,15 @@ def run_in_world(command: ModuleType, args: argparse.Namespace, launch: Launch) 
         if _is_common(error, world):
             return _tell_once(error, world)
         return _abort(world, error)
+
+
+def _abort_at_exit(found: "sys.UnraisableHookArgs") -> None:
+    """An error of an exit handler is one of the run; others go the usual way."""
+    at_exit = "atexit callback" in (found.err_msg or "")
+    if at_exit and not MPI.Is_finalized():
+        _abort(MPI.COMM_WORLD, found.exc_value)
+    else:
+        sys.__unraisablehook__(found)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -97,6 +107,18 @@ def set_threads(world: MPI.Comm) -> None:
 
 def _abort(world: MPI.Comm, error: BaseException | None) -> int:
     """Tell which rank failed and why, then end every rank of the job."""
+    if getattr(error, "speaks", True):
+        _print_error(world, error)
+    else:
+        # The launcher ends this rank when the one that speaks has spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(4 * LAST_WORDS_S)
+    time.sleep(LAST_WORDS_S)
+    world.Abort(FAILED)
+    return FAILED
+
+
+def _print_error(world: MPI.Comm, error: BaseException | None) -> None:
     who = f"[rank {world.rank} of {world.size}, {socket.gethostname()}] "
     if isinstance(error, KeyboardInterrupt):
         lines = ["interrupted"]
@@ -106,6 +128,3 @@ def _abort(world: MPI.Comm, error: BaseException | None) -> int:
     sys.stdout.flush()
     sys.stderr.write("".join(f"{who}{line}\n" for line in lines))
     sys.stderr.flush()
-    time.sleep(LAST_WORDS_S)
-    world.Abort(FAILED)
-    return FAILED

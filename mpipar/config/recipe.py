@@ -352,7 +352,17 @@ class Log(Section):
 
     every: Positive = Field(10, description="steps between printed lines")
     timeout_s: AboveZero = Field(
-        300.0, description="seconds that one message may take before the run is ended"
+        300.0,
+        description="seconds that one message, or one step of work on a file, may take "
+        "before the run is ended",
+    )
+    check_calls: bool = Field(
+        False, description="ranks compare each collective and message before it is made"
+    )
+    straggler: NotNegative = Field(
+        2.0,
+        description="a rank is named that works so many times as long as others with "
+        "the same work; 0 to 1 = never",
     )
     progress: Literal["auto", "bar", "lines", "none"] = Field(
         "auto", description="auto = a bar on a terminal, lines elsewhere"

@@ -30,6 +30,7 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
         experts=parallel.expert if recipe.experts.count else 0,
         along=("tp", "cp", "dp") if apart else ("cp", "dp"),
         hierarchical=parallel.hierarchical,
+        check_calls=recipe.log.check_calls,
     )
     # The first run on a node compiles kernels: one rank does, the others find them.
     if grid.node_rank > 0:

@@ -9,6 +9,7 @@ from types import TracebackType
 from mpipar.comm import Communicator, Host, NullCommunicator, mpi
 from mpipar.comm.bell import Bell
 from mpipar.comm.calls import CallLog
+from mpipar.comm.checked import CheckedCommunicator
 from mpipar.comm.transport import Transport
 from mpipar.comm.watchdog import Watchdog
 from mpipar.errors import ConfigError
@@ -33,6 +34,7 @@ class Grid(SerialGrid):
     experts    how many neighbours share experts; 0 = there are none
     along      the axes that they are neighbours on
     timeout_s  patience of the watchdog with one operation; 0 switches it off
+    check_calls  ranks compare each call before it is made (MPIPAR_CHECK_CALLS=1 too)
     transport  how arrays reach MPI; host memory unless said
     hierarchical  reduce and gather inside of nodes and between them in turn
 
@@ -50,6 +52,7 @@ class Grid(SerialGrid):
         experts: int = 0,
         along: Sequence[str] = ("cp", "dp"),
         hierarchical: bool = True,
+        check_calls: bool = False,
     ) -> None:
         check_sizes(sizes, order, world.size)
         super().__init__()
@@ -57,6 +60,8 @@ class Grid(SerialGrid):
         self.order = tuple(order)
         self._transport = transport or Host()
         self._log = CallLog()
+        is_checked = check_calls or os.environ.get("MPIPAR_CHECK_CALLS") == "1"
+        self._kind = CheckedCommunicator if is_checked else Communicator
         self._experts, self._along = experts, tuple(along)
         self._hierarchical = hierarchical
         self._made: list[Communicator] = []
@@ -72,6 +77,9 @@ class Grid(SerialGrid):
         self.rank = ranks.index(world.rank)
         self.coords = coords_of(self.rank, self.sizes, self.order)
         if self.size == 1:
+            if timeout_s > 0:
+                # Files can block a rank that is alone, too
+                self._watchdog = Watchdog(world, self._log, timeout_s, one_node=True)
             return
 
         # Cut the world along every axis, in the same order on all ranks
@@ -192,7 +200,7 @@ class Grid(SerialGrid):
     def _adopt(self, comm: mpi.Comm, name: str, members: Sequence[int]) -> Communicator:
         nodes = [self._nodes[rank] for rank in members] if self._hierarchical else None
         self._made.append(
-            Communicator(
+            self._kind(
                 comm, name, self.counters, self._transport,
                 log=self._log, members=members, bell=self._bell, nodes=nodes,
             )
