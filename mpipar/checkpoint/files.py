@@ -5,22 +5,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpipar.comm import file_work
+
 
 def flush(path: Path) -> None:
     """Brings a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with file_work("flushing", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:
     """The file has this text, or what it had before, whatever happens meanwhile."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
+    with file_work("writing", draft):
+        draft.write_text(text, encoding="utf-8")
     flush(draft)
-    draft.replace(path)
+    with file_work("renaming", draft):
+        draft.replace(path)
     flush(path.parent)
 
 
@@ -34,7 +39,9 @@ class PatientFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b", buffering=0)
+        self._path = path
+        with file_work("opening", path):
+            self._file = path.open("w+b", buffering=0)
         self._error: OSError | None = None
 
     def close(self, *, durable: bool = True) -> None:
@@ -80,6 +87,7 @@ class PatientFile:
     def _note(self, action: Callable[[], Any]) -> None:
         if self._error is None:
             try:
-                action()
+                with file_work("writing", self._path):
+                    action()
             except OSError as problem:
                 self._error = problem

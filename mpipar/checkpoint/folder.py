@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mpipar.checkpoint.files import flush, replace_text
 from mpipar.checkpoint.manifest import MANIFEST, read_manifest
+from mpipar.comm import file_work
 from mpipar.errors import CheckpointError, ConfigError
 
 FOLDER, LATEST = "checkpoints", "latest"
@@ -39,10 +40,12 @@ def step_of(folder: Path) -> int | None:
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first."""
     try:
-        there = list((run / FOLDER).iterdir())
+        with file_work("listing", run / FOLDER):
+            there = list((run / FOLDER).iterdir())
+            there = [path for path in there if (path / MANIFEST).is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = {step_of(path): path for path in there if (path / MANIFEST).is_file()}
+    found = {step_of(path): path for path in there}
     return [found[step] for step in sorted(step for step in found if step is not None)]
 
 
@@ -105,7 +108,8 @@ def commit(draft: Path, final: Path | None = None) -> Path:
             f"{final} is there already: another run writes to this folder"
         )
     flush(draft)
-    draft.rename(final)
+    with file_work("renaming", draft):
+        draft.rename(final)
     flush(final.parent)
     return final
 
@@ -120,14 +124,16 @@ def prune(run: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints; 0 keeps all. Raises OSError."""
     for old in checkpoints(run)[:-keep] if keep else []:
         nameless = old.with_name(f"{old.name}.old.tmp")
-        old.rename(nameless)
-        shutil.rmtree(nameless)
+        with file_work("removing", old):
+            old.rename(nameless)
+            shutil.rmtree(nameless)
 
 
 def remove_drafts(run: Path) -> None:
     """Removes what runs that died have left, as far as that is possible."""
     folder = run / FOLDER
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if _DRAFT.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
+    with file_work("removing drafts from", folder):
+        for path in folder.iterdir() if folder.is_dir() else []:
+            if _DRAFT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        (folder / f"{LATEST}.tmp").unlink(missing_ok=True)

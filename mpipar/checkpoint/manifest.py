@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mpipar.checkpoint.boxes import Box, elements
 from mpipar.checkpoint.floats import FLOATS
+from mpipar.comm import file_work
 from mpipar.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -216,10 +217,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST
     try:
-        if file.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{file} is larger than any manifest")
-        # As it is: reading as text would turn \r into \n.
-        text = file.read_bytes().decode()
+        with file_work("reading", file):
+            if file.stat().st_size > _LARGEST:
+                raise CheckpointError(f"{file} is larger than any manifest")
+            # As it is: reading as text would turn \r into \n.
+            text = file.read_bytes().decode()
         body = json.loads(text)["manifest"]
     except OSError as problem:
         raise CheckpointError(f"cannot read {file}: {problem}") from problem

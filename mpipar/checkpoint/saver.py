@@ -28,7 +28,7 @@ from mpipar.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Progress, enc
 from mpipar.checkpoint.shard import Layout, Shard, shard_name, write_shard
 from mpipar.checkpoint.snapshot import Snapshot
 from mpipar.checkpoint.views import write_views
-from mpipar.comm import raise_together
+from mpipar.comm import awaited, file_work, raise_together
 from mpipar.errors import CheckpointError
 from mpipar.ops import Ops
 
@@ -154,14 +154,15 @@ class Saver:
     def finish(self) -> Saved | None:
         """Waits for the save that is open, if one is; collective."""
         saved = None
-        while self.is_open:
-            with self._waiting():
-                if self._job is not None:
-                    wait([self._job], _SIGN_OF_LIFE_S)
-                busy = np.array([float(not self.ready)])
-                busy = self.world.all_reduce(busy, "max")
-            if not busy[0]:
-                saved = self.advance()
+        with awaited():
+            while self.is_open:
+                with self._waiting():
+                    if self._job is not None:
+                        wait([self._job], _SIGN_OF_LIFE_S)
+                    busy = np.array([float(not self.ready)])
+                    busy = self.world.all_reduce(busy, "max")
+                if not busy[0]:
+                    saved = self.advance()
         return saved
 
     @property
@@ -174,7 +175,8 @@ class Saver:
 
     def _write(self) -> Shard:
         """The first part, in the thread."""
-        self._draft.mkdir(parents=True, exist_ok=True)
+        with file_work("making", self._draft):
+            self._draft.mkdir(parents=True, exist_ok=True)
         path = self._draft / shard_name(self.world.rank)
         # Closed at once where that fails: `freeze` would wait for its part for ever.
         with closing(self.snapshot.parts()) as parts:
@@ -216,12 +218,15 @@ class Saver:
         except OSError as problem:
             # It is saved all the same; what `latest` names stays.
             note = f"latest, or an old checkpoint, cannot be changed: {problem}"
-        return folder, sum(f.stat().st_size for f in folder.iterdir()), note
+        with file_work("listing", folder):
+            size = sum(f.stat().st_size for f in folder.iterdir())
+        return folder, size, note
 
     def _fail(self, error: CheckpointError) -> Saved:
         """Ends a save that did not succeed; nothing of it stays."""
         if self.world.rank == 0:
-            shutil.rmtree(self._draft, ignore_errors=True)
+            with file_work("removing", self._draft):
+                shutil.rmtree(self._draft, ignore_errors=True)
         return self._end(Saved(self._final, error=error))
 
     def _end(self, saved: Saved) -> Saved:
@@ -237,7 +242,8 @@ class Saver:
         """The caller waits in here."""
         began = time.perf_counter()
         try:
-            yield
+            with awaited():
+                yield
         finally:
             self._exposed += time.perf_counter() - began
 
@@ -248,7 +254,9 @@ def conclude(draft: Path, manifest: Manifest, final: Path | None = None) -> Path
     Returns the checkpoint's folder, `final`. Raises OSError or CheckpointError.
     """
     for shard in manifest.shards:
-        if not (draft / shard.file).is_file():
+        with file_work("looking for", draft / shard.file):
+            is_there = (draft / shard.file).is_file()
+        if not is_there:
             raise CheckpointError(
                 f"{draft / shard.file} was written on another node and is not seen "
                 "here: a run folder must be on a file system that all nodes share"
@@ -256,7 +264,8 @@ def conclude(draft: Path, manifest: Manifest, final: Path | None = None) -> Path
     views = write_views(draft, manifest)
     file = draft / MANIFEST
     text = encode(manifest.model_copy(update={"views": views}))
-    file.write_text(text, encoding="utf-8")
+    with file_work("writing", file):
+        file.write_text(text, encoding="utf-8")
     flush(file)
     return commit(draft, final)
 

@@ -25,6 +25,7 @@ from mpipar.checkpoint.manifest import (
     checksum,
     shown,
 )
+from mpipar.comm import file_work, moved
 from mpipar.errors import CheckpointError
 
 # Datasets begin at whole pages of memory and disk
@@ -61,13 +62,14 @@ def write_shard(path: Path, layout: Layout, parts: Iterator[np.ndarray]) -> Shar
     size = layout.elements * FLOATS[layout.dtype].itemsize
     try:
         offsets = _make_structure(path, layout)
-        with path.open("r+b", buffering=0) as file:
+        with file_work("writing", path), path.open("r+b", buffering=0) as file:
             blocks = {}
             for kind in layout.kinds:
                 blocks[kind] = _write(file.fileno(), offsets[kind], size, parts)
             # Asking once more gives the last part back before the long wait
             next(parts, None)
-            os.fsync(file.fileno())
+            with file_work("flushing", path):
+                os.fsync(file.fileno())
             total = os.fstat(file.fileno()).st_size
             rest = _sum_of_rest(file.fileno(), total, offsets.values(), size)
     except OSError as problem:
@@ -126,6 +128,7 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
+        moved()
 
 
 def _sum_of_rest(file: int, total: int, offsets: Iterable[int], size: int) -> str:
@@ -166,7 +169,8 @@ class ShardReader:
         self._last: dict[str, tuple[int, np.ndarray]] = {}
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._file = os.open(self.path, flags)
+            with file_work("opening", self.path):
+                self._file = os.open(self.path, flags)
         except OSError as problem:
             raise CheckpointError(
                 f"cannot read {self.path}: {problem.strerror}; it holds "
@@ -249,7 +253,8 @@ class ShardReader:
             )
         size = shard.elements * self.dtype.itemsize
         try:
-            rest = _sum_of_rest(self._file, found, shard.offsets.values(), size)
+            with file_work("reading", self.path):
+                rest = _sum_of_rest(self._file, found, shard.offsets.values(), size)
         except OSError as problem:
             raise CheckpointError(f"cannot read {self.path}: {problem}") from problem
         if rest != shard.rest:
@@ -259,9 +264,11 @@ class ShardReader:
 
     def _read(self, offset: int, length: int) -> bytes:
         try:
-            data = os.pread(self._file, length, offset)
-            while data and len(data) < length:
-                data += os.pread(self._file, length - len(data), offset + len(data))
+            with file_work("reading", self.path):
+                data = os.pread(self._file, length, offset)
+                while data and len(data) < length:
+                    rest = length - len(data)
+                    data += os.pread(self._file, rest, offset + len(data))
         except OSError as problem:
             raise CheckpointError(f"cannot read {self.path}: {problem}") from problem
         self.bytes_read += len(data)

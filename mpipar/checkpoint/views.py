@@ -16,6 +16,7 @@ from mpipar.checkpoint.boxes import Box, boxes_of, elements, lengths
 from mpipar.checkpoint.files import flush
 from mpipar.checkpoint.floats import file_type
 from mpipar.checkpoint.manifest import Manifest, Shard, View, checksum
+from mpipar.comm import file_work
 
 MODEL, OPTIMIZER = "model.h5", "optimizer.h5"
 
@@ -61,7 +62,8 @@ def _write(path: Path, manifest: Manifest, groups: dict[str, str]) -> View:
                 _show(file, place, shape, manifest.dtype, kind, links[name])
         file.flush()
         data = file.id.get_file_image()
-    path.write_bytes(data)
+    with file_work("writing", path):
+        path.write_bytes(data)
     flush(path)
     return View(bytes=len(data), sum=checksum(data))
 

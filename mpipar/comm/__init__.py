@@ -3,6 +3,7 @@
 from mpipar.comm.agree import raise_together
 from mpipar.comm.communicator import Communicator
 from mpipar.comm.counters import Counters, shares
+from mpipar.comm.filework import awaited, file_work, moved
 from mpipar.comm.handle import Handle
 from mpipar.comm.layout import P, R, S, adjoint, reshard, volume
 from mpipar.comm.null import NullCommunicator
@@ -10,5 +11,6 @@ from mpipar.comm.transport import Host, Staged
 
 __all__ = [
     "Communicator", "Counters", "Handle", "Host", "NullCommunicator", "P", "R", "S",
-    "Staged", "adjoint", "raise_together", "reshard", "shares", "volume",
+    "Staged", "adjoint", "awaited", "file_work", "moved", "raise_together", "reshard",
+    "shares", "volume",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 One thread per process. It makes no MPI calls: the watchdogs of the ranks talk by UDP,
 so they answer whatever MPI is doing. Once the own rank has been inside one operation
 for longer than the patience, its watchdog asks the other members of the axis what they
-are doing, prints one report, and aborts the job with exit status 4.
+are doing, prints one report, and aborts the job with exit status 4. It does the same
+where a file keeps the rank for so long, and then asks everybody.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mpipar.comm import mpi
 from mpipar.comm.addresses import own_addresses
 from mpipar.comm.calls import COLLECTIVE, Call, CallLog
+from mpipar.comm.filework import FileWork, held_up
+from mpipar.comm.processes import Process, describe, own_process
+from mpipar.comm.sources import source_line
 from mpipar.comm.verdict import (
     Answer,
+    Held,
     has_come,
     report,
+    report_on_file,
     waits_elsewhere,
     waits_here,
 )
@@ -39,9 +45,10 @@ _EXIT = 4
 
 @dataclass(slots=True)
 class Case:
-    """The inquiry into one call that takes too long."""
+    """The inquiry into one call that takes too long, or into work on a file."""
 
     call: Call
+    work: FileWork | None
     started: float
     opened: float
     asked: float = 0.0
@@ -68,7 +75,9 @@ class Watchdog:
         self._port = self._socket.getsockname()[1]
         addresses = ["127.0.0.1"] if one_node else own_addresses()
         self._contacts = world.allgather((addresses, self._port))
+        self._processes = [Process(*p) for p in world.allgather(tuple(own_process()))]
         self._token = world.bcast(secrets.token_hex(16))
+        self._own = self._processes[self._rank]
         self._watched = threading.get_ident()
         self._case: Case | None = None
         self._hushed = False
@@ -111,7 +120,9 @@ class Watchdog:
             elif message["kind"] == "hush":
                 self._hushed = True
             elif self._case and message["case"] == self._case.opened:
-                self._case.answers[message["from"]] = Answer(**message["answer"])
+                answer = Answer(**message["answer"])
+                held = answer.held and Held(*answer.held)
+                self._case.answers[message["from"]] = answer._replace(held=held)
         except (ValueError, TypeError, KeyError):
             return
 
@@ -134,14 +145,17 @@ class Watchdog:
         channel = self._log.channels.get((question["axis"], question["channel"]))
         collectives = self._log.channels.get((question["axis"], COLLECTIVE))
         call = self._log.current
+        held = held_up(self._watched)
         answer = Answer(
-            host=socket.gethostname(),
+            host=self._own.host,
             where=source_line(self._watched),
             count=channel.count if channel else 0,
             op=channel.op_at(question["sequence"]) if channel else None,
             last=collectives.recent[-1] if collectives and collectives.count else None,
             inside=call and (call.axis, call.channel, call.op, call.sequence),
             inside_s=time.perf_counter() - call.started if call else 0.0,
+            partners=list(call.members) if call and len(call.members) < _CROWD else [],
+            held=held and _held(held[0]),
         )
         body = {"case": question["case"], "answer": answer._asdict()}
         self._send(question["from"], "tell", body)
@@ -159,23 +173,41 @@ class Watchdog:
     # Judging
 
     def _look(self, now: float) -> None:
-        """Open, drop or close the case of the call that this rank is inside of."""
-        call = self._log.current
-        patience = self._timeout_s
-        if call is not None and len(call.members) > _CROWD:
-            place = list(call.members).index(self._rank)
-            patience += _TURN_S * (place // _CROWD).bit_length()
-        if call is None or now - call.started < patience:
+        """Open, drop or close the case of what takes this rank too long."""
+        found = self._overdue(now)
+        if found is None:
             self._case = None
             return
-        case = self._case
-        if case is None or case.call is not call or case.started != call.started:
-            case = self._case = Case(call, call.started, opened=now)
+        case, (call, work) = self._case, found
+        same = case is not None and case.work is work and case.started == call.started
+        if not same or (work is None and case.call is not call):
+            case = self._case = Case(call, work, call.started, opened=now)
             self._ask(case, now)
         elif self._is_complete(case, now):
             self._close_case(case, now)
         else:
             self._ask(case, now)
+
+    def _overdue(self, now: float) -> tuple[Call, FileWork | None] | None:
+        """The call that this rank is inside of, or the work on a file that keeps it, as
+        a call of everybody; None while there is patience."""
+        held = held_up(self._watched)
+        if held is not None:
+            work, since = held
+            everybody = range(len(self._contacts))
+            if now - since >= self._patience(everybody):
+                return Call("", "files", work.verb, 0, 0, everybody, since), work
+        call = self._log.current
+        if call is None or now - call.started < self._patience(call.members):
+            return None
+        return call, None
+
+    def _patience(self, members: Sequence[int]) -> float:
+        """Seconds that an operation of so many ranks may take."""
+        if len(members) <= _CROWD:
+            return self._timeout_s
+        place = list(members).index(self._rank)
+        return self._timeout_s + _TURN_S * (place // _CROWD).bit_length()
 
     def _is_complete(self, case: Case, now: float) -> bool:
         if case.hold_until is not None:
@@ -190,19 +222,39 @@ class Watchdog:
             case.hold_until = now + _TURN_S + min(self._rank, 10)
             case.answers.clear()
             case.asked = 0.0
-        elif self._log.current is case.call and not self._hushed:
+        elif not self._hushed:
             for rank in range(len(self._contacts)):
                 if rank != self._rank:
                     self._send(rank, "hush", {})
-            where = source_line(self._watched)
-            waited_s = now - case.started
-            text = report(case.call, case.answers, self._rank, where, waited_s)
-            sys.__stderr__.write(text)
+            sys.__stderr__.write(self._report(case, now))
             sys.__stderr__.flush()
             time.sleep(1)  # launchers drop what they have not read when a job aborts
             end_job()
 
+    def _report(self, case: Case, now: float) -> str:
+        if case.work is not None:
+            held = _held(case.work)
+            return report_on_file(held, case.answers, self._rank, self._own.host)
+        return report(
+            case.call,
+            case.answers,
+            self._rank,
+            source_line(self._watched),
+            now - case.started,
+            lambda rank: describe(self._processes[rank], self._own),
+            self._entered,
+        )
+
+    def _entered(self, axis: str, channel: str) -> int:
+        found = self._log.channels.get((axis, channel))
+        return found.count if found else 0
+
     def _speaks_first(self, case: Case) -> bool:
+        if case.work is not None:
+            answers = case.answers.items()
+            if any(a.inside is not None and a.inside_s >= 1 for _, a in answers):
+                return False  # it waits for one of us, and says so
+            return self._rank <= min((r for r, a in answers if a.held), default=1 << 31)
         missing = [a for a in case.answers.values() if not has_come(case.call, a)]
         waiting = [r for r, a in case.answers.items() if waits_here(case.call, a)]
         lowest = min(waiting, default=self._rank)
@@ -211,13 +263,9 @@ class Watchdog:
         )
 
 
-def source_line(thread: int) -> str:
-    """Return file:line where a thread is, the first frame outside of this room."""
-    here = str(Path(__file__).parent)
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename.startswith(here):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+def _held(work: FileWork) -> Held:
+    seconds = time.perf_counter() - work.since
+    return Held(work.verb, str(work.path), source_line(work.thread), seconds)
 
 
 def end_job() -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TextIO
 
+from mpipar.comm import file_work, moved
 from mpipar.errors import DataError
 
 PIECE_CHARS = 1 << 20
@@ -49,6 +50,7 @@ def documents(source: str) -> Iterator[Iterator[str]]:
 
 def check_file(path: str, kind: str) -> None:
     """Refuse, by name, a path that is not a readable regular file."""
+    moved()
     if os.path.islink(path) and not os.path.exists(path):
         raise DataError(f"{path}: dangling symbolic link to {os.readlink(path)}")
     try:
@@ -132,7 +134,8 @@ def _is_binary(path: str) -> bool:
 
 def _file_documents(path: str) -> Iterator[Iterable[str]]:
     # Universal newlines: the reader turns CRLF and CR into LF across its chunks
-    with open(path, encoding="utf-8", errors="replace", newline=None) as file:
+    options = {"encoding": "utf-8", "errors": "replace", "newline": None}
+    with file_work("reading", path), open(path, **options) as file:
         if path.endswith(".jsonl"):
             for number, line in enumerate(file, start=1):
                 line = line.replace("\ufeff", "").strip()

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpipar.comm import raise_together
+from mpipar.comm import file_work, moved, raise_together
 from mpipar.data.corpus import documents
 from mpipar.data.tokenizer import Tokenizer
 from mpipar.data.tokens import TokenStream, check_ids, map_token_file, token_dtype
@@ -50,12 +50,14 @@ def read_ids(source: str, tokenizer: Tokenizer, vocab: int) -> np.ndarray:
     dtype = token_dtype(vocab)
     # A bytearray grows in place: no second copy of the corpus when pieces are joined
     packed = bytearray()
-    for document in documents(source):
-        for piece in document:
-            _append(packed, tokenizer.encode(piece), vocab, source)
-        if tokenizer.end_id is not None:
-            end = np.array([tokenizer.end_id], dtype=np.uint32)
-            _append(packed, end, vocab, source)
+    with file_work("reading", source):
+        for document in documents(source):
+            for piece in document:
+                _append(packed, tokenizer.encode(piece), vocab, source)
+                moved()
+            if tokenizer.end_id is not None:
+                end = np.array([tokenizer.end_id], dtype=np.uint32)
+                _append(packed, end, vocab, source)
     return np.frombuffer(packed, dtype=dtype)
 
 
@@ -89,7 +91,8 @@ def _map_everywhere(source: str, vocab: int, comm: Any) -> np.ndarray:
         raise_together(error, comm)
     # Ranks scan in file order, so the first error is the lowest offset in any layout
     begin, end = (ids.size * r // comm.size for r in (comm.rank, comm.rank + 1))
-    _, error = _attempt(check_ids, ids[begin:end], vocab, source, begin)
+    with file_work("reading", source):
+        _, error = _attempt(check_ids, ids[begin:end], vocab, source, begin)
     errors = comm.all_gather_obj(error)
     raise_together(next(filter(None, errors), None), comm)
     return ids

@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+from mpipar.comm import file_work
 from mpipar.data.sampler import Batch, Sampler
 from mpipar.errors import DataError
 
@@ -58,25 +59,36 @@ class Loader:
 
     def train_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step, as Sampler.train_batches does."""
+        source = self.sampler.stream.source
         if self._pool is None:
-            return self.sampler.train_batches(step)
+            with file_work("reading a batch from", source):
+                return self.sampler.train_batches(step)
         try:
             wanted = range(step, min(self.stop, step + _STEPS_AHEAD * self.workers))
             self._prepare({step, *wanted})
-            return self._ahead.pop(step).result()
+            with file_work("waiting for a data worker that reads", source):
+                return self._ahead.pop(step).result()
         except BrokenProcessPool as error:
             self._bury_workers(error)
             return self.sampler.train_batches(step)
 
     def eval_batches(self) -> Iterator[Batch]:
         """Yield this rank's held-out micro-batches, made in this process."""
-        return self.sampler.eval_batches()
+        source, batches = self.sampler.stream.source, self.sampler.eval_batches()
+        while True:
+            with file_work("reading a batch from", source):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def close(self) -> None:
         """End the workers; steps being prepared are dropped."""
         self._ahead.clear()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            source = self.sampler.stream.source
+            with file_work("waiting for a data worker that reads", source):
+                self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self, wanted: set[int]) -> None:
         # After a jump what was prepared is of no use

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpipar.comm import file_work
 from mpipar.errors import DataError
 
 # Names under which the usual families store their end-of-document token
@@ -75,7 +76,8 @@ class FileTokenizer:
 
         # The library raises a bare Exception, whatever is wrong with the file
         try:
-            inner = Inner.from_file(self.path)
+            with file_work("reading", self.path):
+                inner = Inner.from_file(self.path)
         except Exception as error:
             raise DataError(f"tokenizer {self.path}: {error}") from error
         inner.no_truncation()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipar.comm import file_work, moved
 from mpipar.data.corpus import check_file
 from mpipar.errors import DataError
 
@@ -95,9 +96,10 @@ def _rebuild(
 
 def map_token_file(path: str) -> np.ndarray:
     """Map a .npy file of token ids, (t,), read-only; nothing in it is unpickled."""
-    check_file(path, "token file")
     try:
-        ids = np.lib.format.open_memmap(path, mode="r")
+        with file_work("opening", path):
+            check_file(path, "token file")
+            ids = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError) as error:
         raise DataError(f"{path}: not a .npy token file: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
@@ -119,6 +121,7 @@ def check_ids(ids: np.ndarray, vocab: int, where: str, start: int = 0) -> None:
     if limits.min >= 0 and limits.max < vocab:
         return
     for begin in range(0, ids.size, _SCANNED_IDS):
+        moved()
         piece = ids[begin : begin + _SCANNED_IDS]
         bad = (piece < 0) | (piece >= vocab)
         if bad.any():

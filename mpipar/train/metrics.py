@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mpipar.comm import file_work
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
 from mpipar.train.saves import Saves
@@ -20,6 +21,7 @@ class Metrics:
     peak_flops   matrix-product rate of one rank in FLOP/s, which mfu is a share of
     saves        knows the labels that have counted so far, and holds some state itself
     step         where the run begins: lines of an earlier run up to there stay
+    working_s    seconds of the last step in which this rank did not wait for others
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class Metrics:
     ) -> None:
         self.engine, self.peak_flops, self.saves = engine, peak_flops, saves
         self._file, self._last = None, 0
+        self.working_s = 0.0
         if writes:
             file = folder / "metrics.jsonl"
-            _keep_until(step, file)
-            self._file = file.open("a", encoding="utf-8")
+            with file_work("writing", file):
+                _keep_until(step, file)
+                self._file = file.open("a", encoding="utf-8")
         self._predicted = engine.predicted_memory()
         # Long schedules take a while: only the line that is written needs it.
         self._bubble = engine.simulate().bubble if writes else 0.0
@@ -59,8 +63,9 @@ class Metrics:
         """The line of the step that just ended, written once complete."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        comm = self.engine.grid.counters.since(self._mark)
-        self._mark = self._counts()
+        before, self._mark = self._mark, self._counts()
+        comm = self.engine.grid.counters.since(before)
+        self.working_s = seconds - _waits(self._mark) + _waits(before)
         return {
             "step": self.engine.number,
             "loss": result.loss,
@@ -90,14 +95,20 @@ class Metrics:
         """
         if self._file is None:
             return
-        if again:
-            self._file.truncate(self._last)
-        self._last = os.fstat(self._file.fileno()).st_size
-        self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
-        self._file.flush()
+        with file_work("writing", self._file.name):
+            if again:
+                self._file.truncate(self._last)
+            self._last = os.fstat(self._file.fileno()).st_size
+            self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
+            self._file.flush()
 
     def _counts(self) -> Any:
         return self.engine.grid.counters.snapshot()
+
+
+def _waits(counts: dict[tuple[str, str], tuple]) -> float:
+    """Seconds waited, of a snapshot of counters."""
+    return sum(wait for _, _, _, wait in counts.values())
 
 
 def _experts(result: StepResult) -> dict[str, Any]:
@@ -148,7 +159,9 @@ def write_summary(folder: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
     """summary.json: how the run ended, in a few numbers."""
     summary = {"layout": recipe.parallel.axes, **_strict(facts)}
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    (folder / "summary.json").write_text(text, encoding="utf-8")
+    file = folder / "summary.json"
+    with file_work("writing", file):
+        file.write_text(text, encoding="utf-8")
 
 
 def _strict(facts: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mpipar.checkpoint import (
     read_manifest,
     step_of,
 )
+from mpipar.comm import file_work
 from mpipar.config import Recipe, toml_value
 from mpipar.errors import CheckpointError, ConfigError, MpiparError
 
@@ -68,7 +69,8 @@ def find_start(resume: str, out: Path, recipe: Recipe, world: Any) -> Start:
     found: Start | MpiparError = Start()
     if world.rank == 0:
         try:
-            found = _checked(_find(resume, out), recipe)
+            with file_work("looking into", out):
+                found = _checked(_find(resume, out), recipe)
         except MpiparError as error:
             found = error
         except OSError as error:
