@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipar.checkpoint import Saver, remove_drafts
-from mpipar.comm import raise_together
+from mpipar.comm import file_work, raise_together
 from mpipar.config import Recipe, to_toml
 from mpipar.data import Loader, Sampler, unigram_entropy
 from mpipar.engine import (
@@ -27,6 +27,7 @@ from mpipar.train.progress import make_progress
 from mpipar.train.resume import RECIPE, Start, find_start, with_offer
 from mpipar.train.saves import Saves
 from mpipar.train.signals import StopSignals
+from mpipar.train.stragglers import Stragglers
 
 DONE, STOPPED = 0, 3
 
@@ -71,7 +72,8 @@ def _on_rank_0(
     error: Exception | None = None
     if world.rank == 0:
         try:
-            act(out, recipe)
+            with file_work("writing", out):
+                act(out, recipe)
         except OSError as problem:
             reason = f"cannot write the run folder {out}: {problem}"
             error = ConfigError([reason], title="the command")
@@ -126,6 +128,7 @@ class _Run:
         self.show = make_progress(
             r.log.progress, r.train.steps, r.log.every, self.rank, start.progress.step
         )
+        self.stragglers = Stragglers(engine.grid, r.log.straggler)
         run = start.manifest.run if start.manifest else secrets.token_hex(8)
         run = engine.grid.world.broadcast_obj(run)
         self.saves = Saves(
@@ -158,6 +161,7 @@ class _Run:
             if result is None:
                 continue
             line = metrics.record(result, self.sampler.valid_tokens)
+            self._name_stragglers(metrics.working_s, line)
             self.bubbles.append(result.bubble)
             self.step_s.append(line["seconds"])
             self.saves.step_ended(result)
@@ -184,6 +188,14 @@ class _Run:
                 return line | {"stop": result.stop}
             if self.saves.if_due():
                 metrics.restart_clock()
+
+    def _name_stragglers(self, working_s: float, line: dict[str, Any]) -> None:
+        """Says which ranks make the others wait, and adds them to the line."""
+        slow = self.stragglers.note(working_s)
+        if slow:
+            line["stragglers"] = slow
+        for text in self.stragglers.news(slow):
+            self.show.say(text)
 
     def _advance(self, signals: StopSignals) -> StepResult | None:
         """Works on the next batch, or ends what was begun when there is none."""
