@@ -6,7 +6,7 @@ Each test plants its fault by the environment: see inject/sitecustomize.py.
 from pathlib import Path
 
 import pytest
-from faults.run import MODULE, SCRIPT, start, write_recipe
+from faults.run import MODULE, SCRIPT, start, train, write_recipe
 from launcher import Job
 
 SOON = 10.0
@@ -17,6 +17,21 @@ FAULTS = {
     "checkpoint": "mpipar.checkpoint.saver:Saver.begin:1:raise:2",
     "import": "mpipar.layers.mlp::1:raise:",
     "exit": "mpipar.layers.head:Head.forward:1:exit:3",
+}
+# Every phase of a run, besides those above
+PHASES = {
+    "recipe": "mpipar.config.read:read_recipe:1:raise:1",
+    "grid": "mpipar.grid.grid:Grid._cut:1:raise:2",
+    "data": "mpipar.data.load:load_tokens:1:raise:1",
+    "set-up": "mpipar.engine.engine:Engine._make_state:1:raise:1",
+    "restore": "mpipar.engine.engine:Engine.restore:1:raise:1",
+    "backward": "mpipar.layers.head:Head.backward_input:1:raise:3",
+    "optimizer": "mpipar.zero.adamw:AdamW.update:1:raise:2",
+    "evaluation": "mpipar.engine.engine:Engine.evaluate:1:raise:1",
+    "metrics": "mpipar.train.metrics:Metrics.write:1:raise:3",
+    "end": "mpipar.train.run:_Run._conclude:1:raise:1",
+    "close": "mpipar.grid.grid:Grid.close:1:raise:1",
+    "atexit": "mpipar.grid.grid:Grid.close:1:atexit:1",
 }
 # One stage fails alone, in the middle of a schedule.
 PIPELINE = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch=1")
@@ -71,6 +86,26 @@ def test_an_error_on_one_rank_ends_all(
     assert "[rank 0 of 2" not in job.output
 
 
+# Set-up ends alike wherever it fails
+REST = dict.fromkeys(("recipe", "grid", "data", "close"), pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(p, marks=REST.get(p, full)) for p in PHASES]
+)
+def test_an_error_in_any_phase_ends_all(tmp_path: Path, phase: str) -> None:
+    """A24"""
+    words = ()
+    if phase == "restore":
+        words = ("train.steps=2", "--out", tmp_path / "run")
+        train(2, write_recipe(tmp_path), *words)
+        words = ("--resume", "auto")
+    took, job = run_with(tmp_path, PHASES[phase], *words)
+    assert job.status != 0 and took < SOON, job.output
+    assert job.output.count("Traceback") == 1 and "[rank 1 of 2" in job.output
+    assert "planted fault" in job.output and "[rank 0 of 2" not in job.output
+
+
 @pytest.mark.parametrize(
     "runs",
     [pytest.param(6, marks=full), pytest.param(30, marks=pytest.mark.exhaustive)],
@@ -100,36 +135,6 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     took, job = run_with(tmp_path, "mpipar.layers.head:Head.forward:1:kill:3")
     assert job.status != 0 and took < SOON, job.output
     assert "done after" not in job.output
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"), [("stop", "no answer"), ("loop", "it is computing at")]
-)
-def test_the_watchdog_names_a_rank_that_does_not_come(
-    tmp_path: Path, kind: str, said: str
-) -> None:
-    """A24"""
-    fault = f"mpipar.layers.head:Head.forward:1:{kind}:3"
-    took, job = run_with(tmp_path, fault, "log.timeout_s=5")
-    assert job.status != 0 and 5 < took < 20, job.output
-    assert job.output.count("mpipar: rank 0 has waited") == 1
-    # The first on that axis is the one that shares the gradients' memory.
-    assert "in all_reduce #4 on axis grad" in job.output
-    assert "mpipar/zero/gradients.py:" in job.output
-    assert f"rank 1 did not arrive: {said}" in job.output
-    # The line where the rank loops.
-    assert ("sitecustomize.py:" in job.output) is (kind == "loop")
-
-
-@pytest.mark.parametrize("call", [3, pytest.param(2, marks=full)])
-def test_the_watchdog_ends_a_run_that_disagrees(tmp_path: Path, call: int) -> None:
-    """A25: rank 1 leaves one collective out, so the ranks wait in different ones."""
-    fault = f"mpipar.comm.communicator:Communicator.all_reduce:1:skip:{call}"
-    took, job = run_with(tmp_path, fault, "log.timeout_s=5")
-    assert job.status != 0 and took < 25, job.output
-    assert job.output.count("The job ends now") == 1
-    assert job.output.count("did not arrive: ") == 1, job.output
-    assert "on axis world" in job.output
 
 
 WAITS = "checkpoint.async=false"

@@ -12,27 +12,51 @@ kind       raise     RuntimeError
            stop      SIGSTOP to the own process
            term      SIGTERM to the own process;  usr1  SIGUSR1
            loop      computes for ever
+           block     waits for ever, as for a file system that does not answer
            slow      two seconds of sleep, then as always
+           lag       a quarter of a second of sleep, then as always
            skip      returns the first argument, does nothing
+           extra     calls the barrier of the first argument, then as always
+           atexit    RuntimeError in an exit handler
+           hasten    for Watchdog._overdue: little patience once a fault has happened,
+                     while a machine may be slow to start a run
            small     no file may grow beyond 4 KiB from here on
 call       which call it happens in, from 1; * is every call
 
 The time of each fault goes to the file "fault" in the job's folder.
 """
 
+import atexit
 import importlib.util
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from functools import wraps
 
 _RANK = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
 
 
+_SLEEPS = {"slow": 2, "lag": 0.25}
+
+
+def _fail():
+    raise RuntimeError("planted fault")
+
+
+def _mark():
+    return os.path.join(os.environ["MPIPAR_TEST_JOB"], "fault")
+
+
+def _hasten(watchdog):
+    if os.path.exists(_mark()):
+        watchdog._timeout_s = 5.0
+
+
 def _happen(kind):
-    with open(os.path.join(os.environ["MPIPAR_TEST_JOB"], "fault"), "a") as file:
+    with open(_mark(), "a") as file:
         file.write(f"{time.time()}\n")
     if kind == "raise":
         raise RuntimeError("planted fault")
@@ -44,8 +68,12 @@ def _happen(kind):
         os.kill(os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
     while kind == "loop":
         pass
-    if kind == "slow":
-        time.sleep(2)
+    if kind == "block":
+        threading.Event().wait()
+    if kind in _SLEEPS:
+        time.sleep(_SLEEPS[kind])
+    if kind == "atexit":
+        atexit.register(_fail)
     if kind == "small":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -62,10 +90,14 @@ def _plant(module, attribute, kind, call):
     def faulty(*args, **named):
         nonlocal calls
         calls += 1
-        if call in ("*", str(calls)):
+        if kind == "hasten":
+            _hasten(args[0])
+        elif call in ("*", str(calls)):
             _happen(kind)
             if kind == "skip":
                 return args[1]
+            if kind == "extra":
+                args[0].barrier()
         return original(*args, **named)
 
     setattr(holder, name, faulty)
