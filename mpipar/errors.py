@@ -53,6 +53,10 @@ class CommError(MpiparError, RuntimeError):
     """A message or collective cannot be made, or did not complete in time."""
 
 
+class RankLostError(CommError):
+    """A rank has died, so that what this one waits for will not come."""
+
+
 class CorruptionError(MpiparError, RuntimeError):
     """Ranks that must hold the same numbers hold different ones."""
 

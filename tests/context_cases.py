@@ -11,7 +11,7 @@ import pytest
 from mpipar.comm.null import NullCommunicator
 from mpipar.config import Recipe
 from mpipar.config.context_rules import heads_fit
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.data import Batch
 from mpipar.engine.sequence import OwnSequence
 from mpipar.layers.base import Step, nbytes

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mpipar.config import AXES, Recipe
 from mpipar.config.context_rules import heads_fit
-from mpipar.config.recipe import METHODS, SECTIONS, Experts
+from mpipar.config.kinds import METHODS
+from mpipar.config.recipe import SECTIONS, Experts
 from mpipar.config.schedules import NEEDS
 
 
@@ -78,6 +79,7 @@ def recipes(draw) -> Recipe:
     tensor = draw(st.sampled_from([k for k in (1, 2, 4) if groups % k == 0]))
     heads, data = groups * shared, draw(st.integers(1, 8))
     model, train = tables["model"], tables["train"]
+    tables["checkpoint"]["copy_every"] *= train["recover"]
     model |= {"heads": heads, "kv_heads": groups, "width": heads * half * 2}
     model |= {"ffn": tensor * half, "context": tensor * draw(st.integers(1, 99))}
     model |= {"vocab": draw(st.integers(256, 10**6))}

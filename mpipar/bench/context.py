@@ -12,7 +12,7 @@ from mpipar.bench.report import machine, write_together
 from mpipar.bench.rounds import in_turns
 from mpipar.comm import raise_together
 from mpipar.config.context_rules import head_ranks, heads_fit
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.errors import ConfigError
 from mpipar.grid import Grid
 from mpipar.layers.base import Step

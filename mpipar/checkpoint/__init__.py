@@ -1,5 +1,6 @@
 """Checkpoints: written by all ranks, whole or not there, read by any layout."""
 
+from mpipar.checkpoint.copies import Copies, save_copies
 from mpipar.checkpoint.folder import (
     checkpoints,
     find_checkpoint,
@@ -16,6 +17,7 @@ from mpipar.checkpoint.saver import Facts, Saved, Saver
 
 __all__ = [
     "MANIFEST",
+    "Copies",
     "Damage",
     "Entry",
     "Facts",
@@ -35,6 +37,7 @@ __all__ = [
     "read_manifest",
     "remove_drafts",
     "reshard",
+    "save_copies",
     "step_of",
     "verify",
     "whole_fragments",

@@ -29,7 +29,7 @@ from mpipar.checkpoint.shard import Layout, Shard, shard_name, write_shard
 from mpipar.checkpoint.snapshot import Snapshot
 from mpipar.checkpoint.views import write_views
 from mpipar.comm import awaited, file_work, raise_together
-from mpipar.errors import CheckpointError
+from mpipar.errors import CheckpointError, RankLostError
 from mpipar.ops import Ops
 
 # Seconds after which ranks that wait for a disk say that they are alive
@@ -90,8 +90,9 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error nobody waits for a disk.
-        self._thread.shutdown(wait=kind is None)
+        # After an error nobody waits for a disk, unless this process goes on.
+        goes_on = kind is None or issubclass(kind, RankLostError)
+        self._thread.shutdown(wait=goes_on)
 
     @property
     def is_open(self) -> bool:
@@ -193,21 +194,7 @@ class Saver:
         self, shards: list[Shard], shapes: dict[str, tuple[int, ...]]
     ) -> tuple[Path, int, str]:
         """The second part, in the thread of rank 0."""
-        facts = self._facts
-        manifest = Manifest(
-            format=FORMAT,
-            creator="mpipar",
-            run=facts.run,
-            saved=datetime.now(UTC).isoformat(timespec="seconds"),
-            recipe=facts.recipe,
-            layout=facts.layout,
-            progress=facts.progress,
-            dtype=self._layout.dtype,
-            kinds=self._layout.kinds,
-            arrays={name: shapes[name] for name in sorted(shapes, key=_natural)},
-            shards=shards,
-            views={},
-        )
+        manifest = manifest_of(self._facts, self._layout, shards, shapes)
         # The folder of all checkpoints may be as new.
         flush(self.run)
         folder = conclude(self._draft, manifest)
@@ -246,6 +233,29 @@ class Saver:
                 yield
         finally:
             self._exposed += time.perf_counter() - began
+
+
+def manifest_of(
+    facts: Facts,
+    layout: Layout,
+    shards: list[Shard],
+    shapes: dict[str, tuple[int, ...]],
+) -> Manifest:
+    """What a save has written; views are still missing."""
+    return Manifest(
+        format=FORMAT,
+        creator="mpipar",
+        run=facts.run,
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        recipe=facts.recipe,
+        layout=facts.layout,
+        progress=facts.progress,
+        dtype=layout.dtype,
+        kinds=layout.kinds,
+        arrays={name: shapes[name] for name in sorted(shapes, key=_natural)},
+        shards=shards,
+        views={},
+    )
 
 
 def conclude(draft: Path, manifest: Manifest, final: Path | None = None) -> Path:

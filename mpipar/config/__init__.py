@@ -2,10 +2,10 @@
 
 from mpipar.config.context_rules import head_ranks
 from mpipar.config.fields import UNCUT, replace
+from mpipar.config.kinds import AXES
 from mpipar.config.presets import find_recipe, preset_names
 from mpipar.config.read import read_recipe
 from mpipar.config.recipe import (
-    AXES,
     Checkpoint,
     Data,
     Experts,

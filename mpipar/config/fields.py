@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from mpipar.config.kinds import AXES, Section
 from mpipar.config.nearest import either
-from mpipar.config.recipe import AXES, SECTIONS, Parallel, Recipe, Section
+from mpipar.config.recipe import SECTIONS, Parallel, Recipe
 from mpipar.config.write import shown
 from mpipar.errors import ConfigError
 

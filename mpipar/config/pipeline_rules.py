@@ -3,8 +3,8 @@
 import re
 from difflib import get_close_matches
 
+from mpipar.config.kinds import counts_as_text
 from mpipar.config.nearest import advice, divisors, either
-from mpipar.config.recipe import counts_as_text
 from mpipar.config.register import rule
 from mpipar.config.schedules import NEEDS, is_file
 from mpipar.config.values import Values

@@ -4,66 +4,25 @@ A field whose description says "0 = ..." is filled in by `resolve`, which knows 
 number of ranks. Rules between fields are in rules.py.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
+from pydantic import BeforeValidator, Field, create_model
+
+from mpipar.config.kinds import (
+    AXES,
+    LARGEST,
+    METHODS,
+    AboveZero,
+    BelowOne,
+    Natural,
+    NotNegative,
+    Order,
+    Positive,
+    Section,
+    Text,
+    counts_as_text,
 )
-
 from mpipar.config.schedules import NEEDS
-
-AXES = ("tp", "cp", "dp", "pp")
-
-# Ways to attend over a sequence that several ranks share
-METHODS = ("ring", "zigzag", "striped", "allgather", "ulysses", "usp")
-
-# Counts fit 32 signed bits, so that products of two of them fit 64.
-LARGEST = 2**31 - 1
-
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-Natural = Annotated[int, Field(ge=0, le=LARGEST)]
-AboveZero = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _to_tuple(value: Any) -> Any:
-    """TOML has lists, frozen models hold tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def counts_as_text(value: Any) -> Any:
-    """One number or a list of numbers as "3,4,4,3"."""
-    numbers = value if isinstance(value, list) else [value]
-    if all(type(number) is int for number in numbers):
-        return ",".join(map(str, numbers))
-    return value
-
-
-def _each_axis_once(order: Sequence[str]) -> Sequence[str]:
-    if sorted(order) != sorted(AXES):
-        raise ValueError("not a permutation of the axes")
-    return order
-
-
-Order = Annotated[
-    tuple[str, ...], BeforeValidator(_to_tuple), AfterValidator(_each_axis_once)
-]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-    )
 
 
 class Model(Section):
@@ -279,6 +238,11 @@ class Train(Section):
         description="what backward computes again instead of keeping it: selective = "
         "norms and activations, full = whole blocks",
     )
+    recover: bool = Field(
+        False,
+        description="when a rank is lost the others go on, with fewer data ranks; "
+        "needs Open MPI's mpiexec --with-ft ulfm",
+    )
     max_hours: NotNegative = Field(
         0.0, description="hours after which a run saves and stops; 0 = no limit"
     )
@@ -324,6 +288,11 @@ class Optimizer(Section):
 class _Checkpoint(Section):
     every: Natural = Field(0, description="steps between saves; 0 = only at the end")
     keep: Natural = Field(0, description="newest checkpoints that stay; 0 = all")
+    copy_every: Natural = Field(
+        0,
+        description="steps between copies of the state in the memory of a neighbour, "
+        "for train.recover; 0 = none",
+    )
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="what a run does when it cannot save"
     )

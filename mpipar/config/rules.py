@@ -118,6 +118,16 @@ def _evaluation_has_tokens(v: Values, every: int, validation: float) -> str | No
     )
 
 
+@_rule("checkpoint.copy_every", "train.recover")
+def _copies_are_used(v: Values, every: int, recover: bool) -> str | None:
+    if not every or recover:
+        return None
+    return (
+        f"{v.say('checkpoint.copy_every')} is for train.recover = true; "
+        "try checkpoint.copy_every = 0"
+    )
+
+
 # The tensor axis.
 
 

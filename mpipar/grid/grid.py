@@ -12,7 +12,7 @@ from mpipar.comm.calls import CallLog
 from mpipar.comm.checked import CheckedCommunicator
 from mpipar.comm.transport import Transport
 from mpipar.comm.watchdog import Watchdog
-from mpipar.errors import ConfigError
+from mpipar.errors import ConfigError, RankLostError
 from mpipar.grid.places import AXES, by_node, check_sizes, coords_of, peers_of
 from mpipar.grid.serial import SerialGrid
 
@@ -136,6 +136,15 @@ class Grid(SerialGrid):
             for rank in range(self.size)
         )
 
+    def far_distance(self) -> int:
+        """Return the least distance at which most ranks meet one of another node."""
+
+        def far(distance: int) -> int:
+            others = self._nodes[distance:] + self._nodes[:distance]
+            return sum(a != b for a, b in zip(self._nodes, others, strict=True))
+
+        return max(range(1, self.size), key=far, default=1)
+
     def describe(self) -> str:
         """Return axes and nodes, as in "tp 2 x dp 4 = 8 ranks on 2 nodes"."""
         count = len(set(self._nodes))
@@ -143,15 +152,13 @@ class Grid(SerialGrid):
 
     def close(self) -> None:
         """Stop the watchdog and free all communicators; a second call does nothing."""
-        if self._made:
-            self.world.barrier()  # the last call that is watched
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        try:
+            if self._made:
+                self.world.barrier()  # the last call that is watched
+        finally:
+            self._leave()
         while self._made:
             self._made.pop().free()
-        if self._bell is not None:
-            self._bell.close()
 
     def __exit__(
         self,
@@ -162,6 +169,16 @@ class Grid(SerialGrid):
         # After an error that other ranks do not share, nobody may come to free anything
         if error is None or getattr(error, "agreed", False):
             self.close()
+        elif isinstance(error, RankLostError):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Close what is this rank's own."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._bell is not None:
+            self._bell.close()
 
     def _blocks(self, axis: str, ranks: int) -> tuple[list[int], list[int]]:
         """Peers in the own block of an axis, and at the own place of all blocks."""

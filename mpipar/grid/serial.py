@@ -60,6 +60,10 @@ class SerialGrid:
         """True if some group of ``axis`` has ranks on more than one node."""
         return False
 
+    def far_distance(self) -> int:
+        """Return the least distance at which most ranks meet one of another node."""
+        return 1
+
     def describe(self) -> str:
         """Return the axes on one line, fastest first, as in "tp 2 x dp 4 = 8 ranks"."""
         axes = [f"{a} {self.sizes[a]}" for a in self.order if self.sizes[a] > 1]

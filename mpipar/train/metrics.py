@@ -42,6 +42,8 @@ class Metrics:
                 _keep_until(step, file)
                 self._file = file.open("a", encoding="utf-8")
         self._predicted = engine.predicted_memory()
+        if saves.copies:
+            self._predicted["copies"] = saves.copies.predicted
         # Long schedules take a while: only the line that is written needs it.
         self._bubble = engine.simulate().bubble if writes else 0.0
         self._mark = self._counts()
@@ -66,6 +68,7 @@ class Metrics:
         before, self._mark = self._mark, self._counts()
         comm = self.engine.grid.counters.since(before)
         self.working_s = seconds - _waits(self._mark) + _waits(before)
+        copies = self.saves.copies
         return {
             "step": self.engine.number,
             "loss": result.loss,
@@ -80,7 +83,8 @@ class Metrics:
             "bubble": result.bubble,
             "bubble_predicted": self._bubble,
             "memory": memory(self.engine)
-            | {"snapshot": self.saves.saver.snapshot.nbytes},
+            | {"snapshot": self.saves.saver.snapshot.nbytes}
+            | ({"copies": copies.nbytes} if copies else {}),
             "memory_predicted": self._predicted,
             "comm": comm,
             **_experts(result),

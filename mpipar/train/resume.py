@@ -37,6 +37,7 @@ _MODEL = {
 _FREE = (
     "parallel.", "log.", "checkpoint.", "train.micro_batch", "train.recompute",
     "train.device", "train.max_hours", "train.eval_", "train.check_every",
+    "train.recover",
     "data.workers",
 )  # fmt: skip
 
@@ -58,11 +59,14 @@ class Start:
         return self.manifest.progress if self.manifest else Progress(step=0)
 
 
-def find_start(resume: str, out: Path, recipe: Recipe, world: Any) -> Start:
+def find_start(
+    resume: str, out: Path, recipe: Recipe, world: Any, *, again: bool = False
+) -> Start:
     """The checkpoint that `resume` means, read by rank 0. Collective.
 
     resume   "" = none: `out` must not hold a run; "auto" = the newest one in `out`, if
              there is one; else the path of a checkpoint or a run
+    again    this run has begun that way already: it goes on in `out`
     Raises   ConfigError, where the checkpoint is of another model than the recipe, or
              CheckpointError; on all ranks together
     """
@@ -70,7 +74,7 @@ def find_start(resume: str, out: Path, recipe: Recipe, world: Any) -> Start:
     if world.rank == 0:
         try:
             with file_work("looking into", out):
-                found = _checked(_find(resume, out), recipe)
+                found = _checked(_find(resume, out, again), recipe)
         except MpiparError as error:
             found = error
         except OSError as error:
@@ -82,8 +86,10 @@ def find_start(resume: str, out: Path, recipe: Recipe, world: Any) -> Start:
     return found
 
 
-def _find(resume: str, out: Path) -> Start:
+def _find(resume: str, out: Path, again: bool) -> Start:
     holds_run = (out / RECIPE).exists() or bool(checkpoints(out))
+    if again:
+        resume, holds_run = AUTO if checkpoints(out) else resume, False
     if not resume and holds_run:
         raise _wrong(
             f"{out} already holds a run; --resume auto goes on with it, "

@@ -4,11 +4,13 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpipar.checkpoint import Saver, remove_drafts
+from mpipar.checkpoint import Copies, Saver, remove_drafts
 from mpipar.comm import file_work, raise_together
+from mpipar.comm.losses import losses_told
 from mpipar.config import Recipe, to_toml
 from mpipar.data import Loader, Sampler, unigram_entropy
 from mpipar.engine import (
@@ -24,6 +26,7 @@ from mpipar.errors import CheckpointError, ConfigError
 from mpipar.ops import bf16_obstacle
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import make_progress
+from mpipar.train.recovery import Phase, Recovery
 from mpipar.train.resume import RECIPE, Start, find_start, with_offer
 from mpipar.train.saves import Saves
 from mpipar.train.signals import StopSignals
@@ -43,11 +46,18 @@ def run_training(recipe: Recipe, world: Any, out: Path, resume: str = "") -> int
              there is one; else the path of a checkpoint or a run to go on from
     Raises   ConfigError, DataError or CheckpointError on all ranks together
     """
-    began = time.monotonic()
-    grid, ops = open_grid(recipe, world)
-    with grid:
-        recipe, tokenizer = load_vocabulary(recipe, grid.world)
-        start = find_start(resume, out, recipe, grid.world)
+    phase = Phase(recipe, resume, time.monotonic())
+    if recipe.train.recover:
+        return Recovery(partial(_attempt, out), phase, out).run(world)
+    return _attempt(out, phase, world)
+
+
+def _attempt(out: Path, phase: Phase, world: Any) -> int:
+    """Trains until the end, or until a rank is lost: then RankLostError is raised."""
+    grid, ops = open_grid(phase.recipe, world)
+    with grid, losses_told(world):
+        recipe, tokenizer = load_vocabulary(phase.recipe, grid.world)
+        start = find_start(phase.resume, out, recipe, grid.world, again=phase.is_later)
         steps, done = recipe.train.steps, start.progress
         if done.step >= steps:
             if grid.world.rank == 0:
@@ -61,8 +71,18 @@ def run_training(recipe: Recipe, world: Any, out: Path, resume: str = "") -> int
         with (
             Loader(sampler, recipe.data.workers, stop=steps) as loader,
             Saver(out, grid.world, ops, keep=recipe.checkpoint.keep) as saver,
+            losses_told(world),
         ):
-            return _Run(engine, loader, saver, out, start, began).train()
+            phase.copies = _make_copies(engine)
+            return _Run(engine, loader, saver, out, start, phase).train()
+
+
+def _make_copies(engine: Engine) -> Copies | None:
+    if not engine.recipe.checkpoint.copy_every:
+        return None
+    grid, fragments = engine.grid, engine.fragments(share=True)
+    distance = grid.far_distance()
+    return Copies(grid.world, engine.ops, fragments, engine.saved_kinds, distance)
 
 
 def _on_rank_0(
@@ -103,7 +123,7 @@ def _restore(engine: Engine, start: Start, out: Path) -> None:
 class _Run:
     """The state of a run between its steps.
 
-    start   where it begins;  began  when, by the monotonic clock
+    start   where it begins;  phase  what this attempt at it has
     """
 
     def __init__(
@@ -113,7 +133,7 @@ class _Run:
         saver: Saver,
         out: Path,
         start: Start,
-        began: float,
+        phase: Phase,
     ) -> None:
         self.engine, self.loader, self.out = engine, loader, out
         self.sampler: Sampler = loader.sampler
@@ -121,7 +141,8 @@ class _Run:
         self.rank = engine.grid.world.rank
         self.start = start
         hours = self.recipe.train.max_hours
-        self.until = began + 3600 * hours if hours else None
+        self.until = phase.began + 3600 * hours if hours else None
+        self.signals = phase.signals
         self.bubbles: list[float] = []
         self.step_s: list[float] = []
         r = self.recipe
@@ -132,8 +153,9 @@ class _Run:
         run = start.manifest.run if start.manifest else secrets.token_hex(8)
         run = engine.grid.world.broadcast_obj(run)
         self.saves = Saves(
-            engine, self.sampler, saver, run, start.progress, self.show.say
-        )
+            engine, self.sampler, saver, run, start.progress, self.show.say,
+            phase.copies,
+        )  # fmt: skip
 
     def train(self) -> int:
         """All steps, then the last evaluation and save."""
@@ -141,7 +163,7 @@ class _Run:
         peak = self.engine.ops.matmul_rate()
         step = self.start.progress.step
         # Signals stay with us until all is saved: ranks get them at different times.
-        with StopSignals() as signals:
+        with self.signals as signals:
             try:
                 entropy = self._introduce()
                 with Metrics(
@@ -186,7 +208,7 @@ class _Run:
                 if not result.stop:
                     self.saves.last()
                 return line | {"stop": result.stop}
-            if self.saves.if_due():
+            if self.saves.copy_if_due() | self.saves.if_due():
                 metrics.restart_clock()
 
     def _name_stragglers(self, working_s: float, line: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mpipar.checkpoint import Facts, Progress, Saved, Saver
+from mpipar.checkpoint import Copies, Facts, Progress, Saved, Saver
 from mpipar.config import to_toml
 from mpipar.data import Sampler
 from mpipar.engine import Engine, StepResult
@@ -14,7 +14,7 @@ class Saves:
     """The saves of a run, all of which all ranks make together.
 
     run        id of the run;  began_tokens  labels counted before it began
-    say        tells a person
+    say        tells a person;  copies  in the memory of neighbours, if any are wanted
     exposed_s, longest_s   seconds that the run waited; the longest save, start to end
     """
 
@@ -26,9 +26,11 @@ class Saves:
         run: str,
         began: Progress,
         say: Callable[[str], None],
+        copies: Copies | None = None,
     ) -> None:
         self.engine, self.sampler, self.saver = engine, sampler, saver
         self.run, self.began, self.say = run, began, say
+        self.copies = copies
         self.options = engine.recipe.checkpoint
         self.count = 0
         self.bytes = 0
@@ -55,6 +57,13 @@ class Saves:
         self._begin()
         if not getattr(self.options, "async"):
             self._note(self.saver.finish())
+        return True
+
+    def copy_if_due(self) -> bool:
+        """Copies the state to a neighbour where the recipe wants it; True if so."""
+        if self.copies is None or self.engine.number % self.options.copy_every:
+            return False
+        self.copies.keep(self._facts(), self.engine.fragments(share=True))
         return True
 
     def last(self) -> None:
@@ -91,13 +100,12 @@ class Saves:
         self.saved_at = number
         engine = self.engine
         fragments = engine.fragments(share=True)
-        facts = Facts(
-            self.run,
-            to_toml(engine.recipe),
-            engine.grid.describe(),
-            self._progress(),
-        )
-        self.saver.begin(facts, fragments, engine.saved_kinds)
+        self.saver.begin(self._facts(), fragments, engine.saved_kinds)
+
+    def _facts(self) -> Facts:
+        engine = self.engine
+        recipe, layout = to_toml(engine.recipe), engine.grid.describe()
+        return Facts(self.run, recipe, layout, self._progress())
 
     def _progress(self) -> Progress:
         engine, scale = self.engine, self.engine.loss_scale

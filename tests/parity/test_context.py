@@ -23,7 +23,7 @@ from parity.build import (
 from parity.test_resume import hops
 
 from mpipar.comm import Communicator
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.data import IGNORE, Batch
 from mpipar.engine import Engine
 from mpipar.engine.sequence import OwnSequence

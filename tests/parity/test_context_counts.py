@@ -8,7 +8,7 @@ import pytest
 from parity.build import layout_engine, make_batch, make_recipe
 from parity.test_counts import count_step, total
 
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.train.metrics import memory
 
 LAYERS, HEADS, WIDTH, BATCH, M = 2, 4, 32, 8, 2

@@ -31,7 +31,7 @@ from parity.build import (
 from parity.test_resume import hops
 
 from mpipar.config import Recipe
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.generate import run_generation
 from mpipar.verify import run_verification
 

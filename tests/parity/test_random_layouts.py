@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parity.build import FP64, compare, make_recipe
 
 from mpipar.config import AXES, Recipe
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.config.schedules import NEEDS
 from mpipar.errors import ConfigError
 

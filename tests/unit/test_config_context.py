@@ -3,7 +3,7 @@
 import pytest
 
 from mpipar.config import head_ranks, read_recipe
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.errors import ConfigError
 
 SHORT = "[model]\nlayers = 2\nwidth = 64\nheads = 4\ncontext = 64\n"

@@ -15,7 +15,7 @@ from context_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config.recipe import METHODS
+from mpipar.config.kinds import METHODS
 from mpipar.data import IGNORE
 from mpipar.errors import ShapeError
 from mpipar.layers.base import Step

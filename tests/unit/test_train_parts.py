@@ -158,7 +158,7 @@ def fake_engine() -> SimpleNamespace:
 def open_metrics(folder: Path, engine: SimpleNamespace, step: int = 0, **options: bool):
     """Metrics of steps that have 8 labels each."""
     saver = SimpleNamespace(snapshot=SimpleNamespace(nbytes=7))
-    saves = SimpleNamespace(saver=saver, tokens=lambda: 8 * engine.number)
+    saves = SimpleNamespace(saver=saver, copies=None, tokens=lambda: 8 * engine.number)
     options = {"writes": True, **options}
     return Metrics(folder, engine, peak_flops=1e6, saves=saves, step=step, **options)
 
