@@ -48,7 +48,7 @@ class Communicator(Messages, Objects):
 
     Arrays that all ranks took from ``shared_zeros``, or the same contiguous stretch of
     them, are reduced and gathered through shared memory. Where the ranks are on several
-    nodes, equally many on each, large arrays are reduced and gathered inside of nodes
+    nodes, equally many on each, large arrays are scattered and gathered inside of nodes
     and between them in turn (`mpipar.comm.hierarchy`). Such work is done by ``test`` or
     ``wait``, as is that of all-reduces of 16-bit floats: all ranks must wait for them
     in the same order.
@@ -223,17 +223,17 @@ class Communicator(Messages, Objects):
         kind, mpi_op = (None, None) if half else reduction(x.dtype, op)
         sent = ring_reduce_bytes(x.size, x.itemsize, self.size, self.rank)
         flat, handle = self._begin("all_reduce", x, sent)
-        if levels := self._levels(x.nbytes, half):
-            steps = levels.all_reduce(flat, op)
-            return self._in_steps(handle, steps, lambda: self._put_back(flat, x))
         segment = segment_of(x, self.mpi)
         if segment is not None:
             parts, bounds = segment.parts_at(x), bounds_of(shares(x.size, self.size))
             work = partial(shared.all_reduce, parts, self.rank, bounds, op)
             return self._together(handle, work, x)
         if half:
-            self._halves = self._halves or HalfSums(self.mpi)
-            steps = self._halves.all_reduce(flat, self.chunk_bytes)
+            if levels := self._levels(x.nbytes, half):
+                steps = levels.all_reduce(flat)
+            else:
+                self._halves = self._halves or HalfSums(self.mpi)
+                steps = self._halves.all_reduce(flat, self.chunk_bytes)
             return self._in_steps(handle, steps, lambda: self._put_back(flat, x))
         posts = poster.all_reduce(flat, kind, mpi_op, self.chunk_bytes)
         return handle.launch(posts, lambda: self._put_back(flat, x))

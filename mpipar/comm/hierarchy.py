@@ -4,7 +4,8 @@
                      place on all nodes; these then exchange the sums
     all_gather       ranks of the same place exchange their blocks; then those of a node
                      spread what came
-    all_reduce       both in turn
+    all_reduce       both in turn, for sums that MPI cannot make; its own ways with the
+                     others know of nodes, and send as little
 
 Of an array of S bytes on N nodes each node sends (N-1)/N S to the others, twice in an
 all-reduce; in an exchange among all ranks it is as many times more as a node has ranks.
@@ -60,18 +61,18 @@ class Hierarchy:
         self._far = range(place, size, each)
         self._count = 0
 
-    def all_reduce(self, flat: np.ndarray, op: str) -> Steps:
+    def all_reduce(self, flat: np.ndarray) -> Steps:
         """In place."""
         tag = self._tag()
         blocks = list(split(flat, shares(flat.size, self._comm.size)))
-        yield from self._scatter(blocks, blocks[self._rank], op, tag)
+        yield from self._scatter(blocks, blocks[self._rank], tag)
         yield from self._gather([as_bytes(block) for block in blocks], tag)
 
     def reduce_scatter(
         self, flat: np.ndarray, lengths: Sequence[int], own: np.ndarray
     ) -> Steps:
         """``lengths`` are the elements of each rank; ``own`` gets those of this one."""
-        return self._scatter(list(split(flat, lengths)), own, "sum", self._tag())
+        return self._scatter(list(split(flat, lengths)), own, self._tag())
 
     def all_gather(
         self, own: np.ndarray, out: np.ndarray, lengths: Sequence[int]
@@ -89,9 +90,7 @@ class Hierarchy:
         self._count += 1
         return self._count % _TAGS
 
-    def _scatter(
-        self, blocks: list[np.ndarray], own: np.ndarray, op: str, tag: int
-    ) -> Steps:
+    def _scatter(self, blocks: list[np.ndarray], own: np.ndarray, tag: int) -> Steps:
         """``own`` becomes the sum of this rank's block of all ranks."""
         dtype = blocks[0].dtype
         lengths = [blocks[rank].size for rank in self._far]
@@ -105,7 +104,7 @@ class Hierarchy:
         yield requests
 
         partial = np.empty(near.shape[1], np.float32 if is_half(dtype) else dtype)
-        _reduce(near, partial, op)
+        _sum(near, partial)
         sums, node = list(split(partial, lengths)), self._far.index(self._rank)
         far = np.empty((len(self._far), own.size), partial.dtype)
         far[node] = sums[node]
@@ -114,7 +113,7 @@ class Hierarchy:
             requests += self._recv([far[row]], peer, tag)
             requests += self._send([sums[row]], peer, tag)
         yield requests
-        _reduce(far, own, op)
+        _sum(far, own)
 
     def _gather(self, blocks: list[np.ndarray], tag: int) -> Steps:
         """All of ``blocks`` become what their ranks have in them."""
@@ -155,9 +154,9 @@ def _others(ranks: range, own: int) -> Iterator[tuple[int, int]]:
         yield place, ranks[place]
 
 
-def _reduce(parts: np.ndarray, out: np.ndarray, op: str) -> None:
-    """out = sum (or max) of the rows of ``parts``, in order."""
+def _sum(parts: np.ndarray, out: np.ndarray) -> None:
+    """out = sum of the rows of ``parts``, in order."""
     if is_half(parts.dtype) or parts.dtype != out.dtype:
         add_up(parts, out)
     else:
-        {"sum": np.add, "max": np.maximum}[op].reduce(parts, axis=0, out=out)
+        np.add.reduce(parts, axis=0, out=out)

@@ -195,8 +195,8 @@ class Parallel(Section):
     )
     hierarchical: bool = Field(
         True,
-        description="large sums and gathers go inside of each node first, then between "
-        "nodes, where these have equally many ranks of an axis",
+        description="large arrays are scattered and gathered inside of nodes and "
+        "between them in turn, where all have equally many ranks of an axis",
     )
 
     @property

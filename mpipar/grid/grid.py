@@ -36,7 +36,7 @@ class Grid(SerialGrid):
     timeout_s  patience of the watchdog with one operation; 0 switches it off
     check_calls  ranks compare each call before it is made (MPIPAR_CHECK_CALLS=1 too)
     transport  how arrays reach MPI; host memory unless said
-    hierarchical  reduce and gather inside of nodes and between them in turn
+    hierarchical  scatter and gather inside of nodes and between them in turn
 
     Raises ConfigError on all ranks if the axes do not multiply to the world's size.
     """
