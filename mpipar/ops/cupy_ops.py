@@ -1,15 +1,18 @@
-"""CuPy ops: the reference on a CUDA device. CuPy is imported when one is asked for."""
+"""CuPy ops on a CUDA device. CuPy is imported when one is asked for."""
 
 from typing import Any
 
 import numpy as np
 
 from mpipar.errors import DeviceError
-from mpipar.ops.base import Ops
+from mpipar.ops.cuda.ops import CudaOps
+from mpipar.ops.cuda.programs import OPTIONS
 
 
-class CupyOps(Ops):
-    """Reference ops on one CUDA device: number node_rank modulo the devices.
+class CupyOps(CudaOps):
+    """CUDA ops on one device: number node_rank modulo the devices.
+
+    Kernels are compiled by NVRTC at first use; CuPy keeps them for later runs.
 
     Raises   DeviceError where CuPy is not installed or finds no device.
     """
@@ -31,7 +34,11 @@ class CupyOps(Ops):
         if count == 0:
             raise DeviceError("CuPy finds no CUDA device")
         cupy.cuda.Device(node_rank % count).use()
-        super().__init__(cupy, dtype, half)
+
+        def compile_program(text: str, names: tuple[str, ...]) -> Any:
+            return cupy.RawModule(code=text, options=OPTIONS, name_expressions=names)
+
+        super().__init__(cupy, compile_program, dtype, half)
 
     def to_host(self, x: Any) -> np.ndarray:
         return self.xp.asnumpy(x)

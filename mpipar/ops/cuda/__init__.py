@@ -1,0 +1,1 @@
+"""CUDA kernels of everything between matrix products, and the ops that launch them."""

@@ -1,0 +1,143 @@
+"""How kernels are launched: how many blocks of how many threads, on which types.
+
+Everything that depends on the device rather than on the maths is decided here.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.cuda.programs import (
+    PROGRAM_OF,
+    Compile,
+    kernel_name,
+    kernel_names,
+    source,
+)
+
+Array = Any
+
+WARP = 32
+THREADS = 256  # of a block that maps items or sums a row
+# Enough blocks to fill any device; each takes more than one share of the work.
+BLOCKS = 4096
+# Blocks with a partial sum each: two for each multiprocessor of the largest devices.
+SUM_BLOCKS = 264
+# Rows that are summed by one block of `column_sums`, at least
+CHUNK = 256
+# Bytes of shared memory that a kernel has without asking
+FREE_SHARED = 48 << 10
+
+
+class Launcher:
+    """The kernels of one precision, compiled at first use.
+
+    compile          makes a module of a program
+    dtype, operand   compute type, type of operands
+    """
+
+    def __init__(self, compile: Compile, dtype: np.dtype, operand: np.dtype) -> None:
+        self.compile, self.dtype, self.operand = compile, dtype, operand
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple, Any] = {}
+
+    def over_items(
+        self,
+        kernel: str,
+        types: list,
+        size: int,
+        *arguments: Any,
+        blocks: int = BLOCKS,
+    ) -> None:
+        """kernel(size, ...), in which threads of some blocks take items in turn."""
+        grid = (min(blocks, -(-size // THREADS)),)
+        arguments = (np.int64(size), *arguments)
+        self._launch(kernel, types, grid, (THREADS,), arguments)
+
+    def over_rows(
+        self, kernel: str, types: list, rows: int, width: int, *arguments: Any
+    ) -> None:
+        """kernel(rows, width, ...), in which blocks take rows in turn."""
+        grid, block = (min(BLOCKS, rows),), (threads_for(width),)
+        arguments = (np.int64(rows), width, *arguments)
+        self._launch(kernel, types, grid, block, arguments)
+
+    def by_row(
+        self,
+        kernel: str,
+        types: list,
+        rows: int,
+        width: int,
+        *arguments: Any,
+        kept: int = 0,
+    ) -> None:
+        """kernel(width, ...) with a block for each row, or for so many sets of rows.
+
+        kept   items of the compute type in the shared memory of a block
+        """
+        block, shared = (threads_for(width),), kept * self.dtype.itemsize
+        self._launch(kernel, types, (rows,), block, (width, *arguments), shared)
+
+    def column_sums(self, x: Array, sums: Array, chunk: int) -> None:
+        """sums[i] = Σ of the i-th `chunk` rows of x, by blocks of 32 × 8 threads.
+
+        Shapes   x (rows, width), sums (chunks, width)
+        """
+        rows, width = x.shape
+        grid = (-(-width // WARP), len(sums))
+        arguments = np.int64(rows), width, x, sums, np.int64(chunk)
+        types = [x.dtype, self.dtype]
+        self._launch("column_sums", types, grid, (WARP, 8), arguments)
+
+    def _launch(
+        self,
+        kernel: str,
+        types: list,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: tuple,
+        shared: int = 0,
+    ) -> None:
+        if math.prod(grid) == 0:
+            return
+        key = kernel, *types
+        if key not in self._functions:
+            self._functions[key] = self._function(kernel, types)
+        function = self._functions[key]
+        if shared > FREE_SHARED:
+            function.max_dynamic_shared_size_bytes = shared
+        values = tuple(self._value(a) for a in arguments)
+        function(grid, block, values, shared_mem=shared)
+
+    def _function(self, kernel: str, types: list) -> Callable:
+        program = PROGRAM_OF[kernel]
+        if program not in self._modules:
+            names = kernel_names(program, self.dtype, self.operand)
+            self._modules[program] = self.compile(source(program), names)
+        dtypes = [t for t in types if not isinstance(t, bool)]
+        flags = tuple(t for t in types if isinstance(t, bool))
+        name = kernel_name(kernel, *dtypes, flags=flags)
+        return self._modules[program].get_function(name)
+
+    def _value(self, argument: Any) -> Any:
+        """As kernels take it: None as a null pointer, numbers in their exact types."""
+        if argument is None:
+            return np.uint64(0)
+        if isinstance(argument, int):
+            return np.int32(argument)
+        if isinstance(argument, float):
+            return self.dtype.type(argument)
+        return argument
+
+
+def threads_for(width: int) -> int:
+    """Threads of a block that works on a row: whole warps, none idle in a short row."""
+    return min(THREADS, max(WARP, -(-width // WARP) * WARP))
+
+
+def chunks_of(rows: int) -> tuple[int, int]:
+    """How many chunks of how many rows are summed by themselves."""
+    size = max(CHUNK, -(-rows // SUM_BLOCKS))
+    return max(1, -(-rows // size)), size

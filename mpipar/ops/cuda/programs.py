@@ -1,0 +1,79 @@
+"""The CUDA programs: their text, and which kernels are made of their templates.
+
+A program is `common.cuh` and one `.cu` file. Each precision has its own kernels, made
+at their first use: C stands for the compute type and S for the type of operands.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+# What NVRTC is told beside the architecture
+OPTIONS = ("-std=c++17",)
+# C++ name of the type of an array. As everywhere in mpipar, uint16 are bits of bf16.
+TYPES = {"float64": "double", "float32": "float", "uint16": "bf16", "float16": "fp16"}
+# Both kinds of each array that may be of either type
+_EITHER = ("C, C", "C, S")
+
+# kernel -> template arguments, in each program
+PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "elementwise": {
+        "cast": ("C, S", "S, C"),
+        "add_to": _EITHER,
+        "add_rows": ("C",),
+        "gelu_fwd": ("C, S, true", "C, S, false"),
+        "gelu_bwd": ("C, S",),
+        "swiglu_fwd": ("C, S",),
+        "swiglu_bwd": _EITHER,
+        "column_sums": ("C, C", "S, C"),
+    },
+    "norm": {
+        "norm_fwd": ("C, S, true", "C, S, false"),
+        "norm_bwd": ("C, true", "C, false"),
+    },
+    "position": {
+        "rope": ("C",),
+        "embedding_fwd": ("C, C", "S, C"),
+        "embedding_bwd": _EITHER,
+        "add_positions": _EITHER,
+        "positions_bwd": _EITHER,
+        "dropout_factors": ("C",),
+    },
+    "loss": {"row_max": ("C",), "xent_fwd": ("C",), "xent_bwd": ("C, S",)},
+    "optimizer": {"square_sums": ("C", "S"), "adamw": _EITHER},
+}
+PROGRAM_OF = {kernel: name for name, made in PROGRAMS.items() for kernel in made}
+
+# (source, names of kernels) -> a module like cupy.RawModule, whose get_function(name)
+# is called with (grid, block, arguments, shared_mem=bytes)
+Compile = Callable[[str, tuple[str, ...]], Any]
+
+
+@cache
+def source(program: str) -> str:
+    """The text of a program."""
+    room = files(__package__)
+    return "\n".join(
+        room.joinpath(file).read_text(encoding="utf-8")
+        for file in ("common.cuh", f"{program}.cu")
+    )
+
+
+def kernel_name(kernel: str, *types: np.dtype, flags: tuple[bool, ...] = ()) -> str:
+    """A kernel with its template arguments, as C++ writes it."""
+    words = [TYPES[t.name] for t in types] + [str(flag).lower() for flag in flags]
+    return f"{kernel}<{', '.join(words)}>"
+
+
+def kernel_names(program: str, dtype: np.dtype, operand: np.dtype) -> tuple[str, ...]:
+    """All kernels of a program for one precision."""
+    types = {"C": TYPES[dtype.name], "S": TYPES[operand.name]}
+    names = [
+        f"{kernel}<{', '.join(types.get(word, word) for word in words.split(', '))}>"
+        for kernel, made in PROGRAMS[program].items()
+        for words in made
+    ]
+    return tuple(dict.fromkeys(names))

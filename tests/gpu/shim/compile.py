@@ -1,0 +1,114 @@
+"""CUDA programs compiled by g++ and run on a CPU, in the shape of cupy.RawModule.
+
+Arrays are NumPy's. What a kernel is given lies between red zones that must stay as they
+are; they hold NaN, so that a number read from there shows.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+GXX = shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}"]
+ZONE = 512  # bytes before and behind an array
+FILL = 0xFF
+
+
+class ShimError(Exception):
+    """A kernel wrote outside of its arrays, or its threads wait for each other."""
+
+
+class Module:
+    """A compiled program; `backwards` runs the threads of a block in that order."""
+
+    def __init__(self, library: ctypes.CDLL, names: tuple[str, ...], backwards: bool):
+        self.library, self.names, self.backwards = library, names, backwards
+
+    def get_function(self, name: str) -> "Function":
+        entry = getattr(self.library, f"entry{self.names.index(name)}")
+        entry.restype = ctypes.c_char_p
+        return Function(name, entry, self.backwards)
+
+
+class Function:
+    """A kernel, called as CuPy's are."""
+
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, name: str, entry: Any, backwards: bool) -> None:
+        self.name, self.entry, self.backwards = name, entry, backwards
+
+    def __call__(self, grid, block, arguments, *, shared_mem=0):
+        if shared_mem > max(48 << 10, self.max_dynamic_shared_size_bytes):
+            raise ShimError(f"{self.name}: shared memory that was not asked for")
+        zones = Zones([a for a in arguments if isinstance(a, np.ndarray)])
+        values = [self._value(a, zones) for a in arguments]
+        addresses = [ctypes.addressof(value) for value in values]
+        sizes = [(*size, 1, 1)[:3] for size in (grid, block)]
+        error = self.entry(
+            (ctypes.c_uint * 6)(*sizes[0], *sizes[1]), ctypes.c_size_t(shared_mem),
+            (ctypes.c_void_p * len(values))(*addresses), ctypes.c_int(self.backwards),
+        )  # fmt: skip
+        if error:
+            raise ShimError(f"{self.name}: {error.decode()}")
+        zones.take_back(self.name)
+
+    def _value(self, argument: Any, zones: "Zones") -> Any:
+        if isinstance(argument, np.ndarray):
+            return ctypes.c_void_p(zones.address(argument))
+        return np.ctypeslib.as_ctypes_type(argument.dtype)(argument.item())
+
+
+class Zones:
+    """Copies of memory with red zones; arrays that overlap share a copy."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self.copies: list[tuple[int, int, np.ndarray]] = []
+        spans = sorted(np.lib.array_utils.byte_bounds(a) for a in arrays)
+        joined: list[list[int]] = []
+        for low, high in spans:
+            if joined and low < joined[-1][1]:
+                joined[-1][1] = max(high, joined[-1][1])
+            else:
+                joined.append([low, high])
+        for low, high in joined:
+            copy = np.full(high - low + 2 * ZONE, FILL, np.uint8)
+            ctypes.memmove(copy.ctypes.data + ZONE, low, high - low)
+            self.copies.append((low, high, copy))
+
+    def address(self, array: np.ndarray) -> int:
+        at = array.ctypes.data
+        if array.size == 0:
+            return 0
+        low, _, copy = next(c for c in self.copies if c[0] <= at < c[1])
+        return copy.ctypes.data + ZONE + at - low
+
+    def take_back(self, name: str) -> None:
+        for low, high, copy in self.copies:
+            if (copy[:ZONE] != FILL).any() or (copy[-ZONE:] != FILL).any():
+                raise ShimError(f"{name}: wrote outside of its arrays")
+            ctypes.memmove(low, copy.ctypes.data + ZONE, high - low)
+
+
+@cache
+def library(text: str, names: tuple[str, ...]) -> ctypes.CDLL:
+    """The program as a shared library, in a folder that goes with the process."""
+    exports = [f"EXPORT(entry{i}, {name})" for i, name in enumerate(names)]
+    folder = Path(FOLDER.name)
+    file = folder / f"{len(list(folder.glob('*.cpp')))}.cpp"
+    file.write_text("\n".join(['#include "cuda.h"', text, *exports]))
+    built = file.with_suffix(".so")
+    command = [GXX, *FLAGS, str(file), "-o", str(built)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(built))
+
+
+FOLDER = tempfile.TemporaryDirectory(prefix="shim")

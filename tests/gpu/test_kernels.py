@@ -1,0 +1,192 @@
+"""Every CUDA kernel, run on the CPU, against the reference."""
+
+import numpy as np
+import pytest
+from gpu.precisions import OPERANDS, PRECISIONS, every_name
+from gpu.shim.compile import GXX, Module, ShimError, library
+from numeric import assert_close
+from ops_cases import CALLS, perform
+
+from mpipar.ops.base import Ops
+from mpipar.ops.cuda.ops import CudaOps
+from mpipar.ops.cuda.programs import PROGRAMS, source
+from mpipar.ops.half import narrow, widen
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
+
+# (b, s, width): a part of a warp; rows over several blocks, chunks and sums of blocks;
+# rows longer than a block, and than shared memory that need not be asked for
+SIZES = [(1, 1, 1), (3, 5, 6), (2, 85, 300), (2, 300, 3), (1, 2, 9000)]
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
+OURS = [call for call in CALLS if call.op in vars(CudaOps)]
+# What may hold 16-bit numbers
+HALVES = {"b", "gain", "bias", "table", "grad", "slope", "dgain", "dbias", "dtable",
+          "dgate", "dup", "db"}  # fmt: skip
+ALSO = {"square_sum": {"x"}, "linear_db": {"dy"}}
+
+
+def on_cpu(precision: str, *, backwards: bool = False, edit: tuple = ()) -> CudaOps:
+    """CUDA ops run by the shim; `edit` replaces a piece of programs."""
+    programs = {source(program): every_name(program) for program in PROGRAMS}
+
+    def compile_program(text, names):
+        if edit and edit[0] in text:
+            return Module(library(text.replace(*edit), names), names, backwards)
+        return Module(library(text, programs[text]), programs[text], backwards)
+
+    dtype, half = PRECISIONS[precision]
+    return CudaOps(np, compile_program, dtype, half)
+
+
+class Narrow:
+    """A call whose arrays of weights and of gradients are 16-bit."""
+
+    def __init__(self, call, dtype):
+        self.op, self.call, self.dtype = call.op, call, np.dtype(dtype)
+
+    def arguments(self, draw):
+        given = self.call.arguments(draw)
+        for name in (HALVES | ALSO.get(self.op, set())) & given.keys():
+            if given[name] is not None:
+                empty = np.empty(given[name].shape, self.dtype)
+                given[name] = narrow(given[name], empty)
+        return given
+
+
+class Wide:
+    """The same numbers in float64, for the reference."""
+
+    def __init__(self, call):
+        self.op, self.call = call.op, call
+
+    def arguments(self, draw):
+        return {n: as_double(x) for n, x in self.call.arguments(draw).items()}
+
+
+def as_double(x):
+    if not isinstance(x, np.ndarray) or x.dtype.kind == "i":
+        return x
+    return widen(x).astype(np.float64)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("call", OURS, ids=str)
+def test_kernels_agree_with_the_reference(call, precision):
+    dtype, half = PRECISIONS[precision]
+    for size in SIZES:
+        own = call if half is None else Narrow(call, OPERANDS[precision])
+        runs = [
+            perform(on_cpu(precision, backwards=backwards), own, size, dtype)
+            for backwards in (False, True)
+        ]
+        if half is None:
+            expected = perform(Ops(dtype="float64"), call, size, "float64")
+        else:
+            expected = perform(Ops(dtype="float64"), Wide(own), size, "float32")
+        check(call, runs, expected, TOLERANCE[precision], f"{size}")
+
+
+def check(call, runs, expected, tolerance, size):
+    """Close to the expected, and equal in both orders of threads."""
+    (results, _, after), (others, _, again) = runs
+    for place, (x, other, y) in enumerate(
+        zip(results, others, expected[0], strict=True)
+    ):
+        assert_close(as_double(np.asarray(x)), y, tolerance, f"{size}: result {place}")
+        assert np.array_equal(x, other), f"{size}: the order of threads matters"
+    for name in after:
+        if name in call.writes:
+            # An operand may be made over an array, or leave it as it was.
+            if as_double(after[name]).size and call.op not in ("gelu_dx", "xent_dx"):
+                assert_close(as_double(after[name]), expected[2][name], tolerance, name)
+            assert np.array_equal(after[name], again[name]), name
+
+
+def test_most_of_the_passes_between_products_are_kernels():
+    """What the reference's array operations do is named in the docstring of CudaOps."""
+    theirs = {call.op for call in CALLS} - vars(CudaOps).keys()
+    assert theirs == {
+        "linear_fwd", "linear_dx", "linear_dw", "erf", "rope_table", "row_sum",
+        "attention_merge", "gather_rows", "combine_rows", "combine_rows_bwd",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_dropout_draws_the_bits_of_the_reference(start):
+    key, rows = (7, 0xFFFFFFFF), (np.arange(5)[None, :], np.arange(3)[:, None], 2**40)
+    for rate in (0.1, 0.5, 0.999):
+        want = Ops(dtype="float32").dropout_scale(rate, 11, rows, key, start=start)
+        got = on_cpu("fp32").dropout_scale(rate, 11, rows, key, start=start)
+        assert got.dtype == np.float32 and np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_casts_round_as_the_host_does(half):
+    bits = np.random.default_rng(3).integers(0, 2**32, 4096, np.uint32)
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 65519.0, 65520.0, 1e-7, 1e-40]
+    x = np.concatenate([bits.view(np.float32), np.float32(special)])
+    ops, dtype = on_cpu(half), np.dtype(OPERANDS[half])
+    want = narrow(x, np.empty(x.shape, dtype))
+    got = ops.store(x, np.empty(x.shape, dtype))
+    same = got.view(np.uint16) == want.view(np.uint16)
+    assert (same | np.isnan(x)).all() and np.isnan(widen(got)[np.isnan(x)]).all()
+    assert np.array_equal(ops.wide(got), widen(got), equal_nan=True)
+    grad, ones = got[:9].copy(), np.ones(9, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = narrow(widen(grad) + ones, grad.copy())
+    ops.add_to(grad, ones)
+    assert np.array_equal(widen(grad), widen(want), equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_square_sum_tells_gradients_that_are_not_finite(value):
+    for precision, operand in OPERANDS.items():
+        x = np.zeros(1000, operand)
+        assert on_cpu(precision).square_sum(x) == 0.0
+        narrow(np.full(1, value, np.float32), x[777:778])
+        assert not np.isfinite(on_cpu(precision).square_sum(x))
+
+
+def test_arrays_that_kernels_cannot_take_are_refused():
+    ops, x = on_cpu("fp32"), np.zeros((4, 6), np.float32)
+    with pytest.raises(ValueError, match="gaps"):
+        ops.xent_fwd(x[:, ::2], np.zeros(4, int), x[:, 0])
+    with pytest.raises(TypeError, match="float64"):
+        ops.gelu_fwd(x.astype(np.float64), tanh=True)
+    with pytest.raises(ValueError, match="uneven"):
+        ops.swiglu_fwd(x[:, ::2], x[:, ::2])
+
+
+# What is edited, what it becomes, and the call that must notice
+REDUCED = "of_warp[threadIdx.x >> 5] = x;\n    __syncthreads();"
+FAULTS = {
+    "no barrier in a block's sum": (
+        REDUCED, REDUCED.partition("\n")[0], "rmsnorm_fwd"),
+    "no barrier before logits are overwritten": (
+        "__syncthreads();  // before", "// before", "xent_fwd"),
+    "no barrier between parts of a column": (
+        "= sum;\n    __syncthreads();", "= sum;", "linear_db"),
+    "a barrier that some threads do not reach": (
+        "= sum;\n    __syncthreads();", "= sum;\n    if (threadIdx.x) __syncthreads(); "
+        "else __syncwarp();", "linear_db"),
+    "a column too far": (
+        "y[row * step + i] = sum", "y[row * step + i + 1] = sum", "add_residual"),
+    "the row of another token": (
+        "const C own = seed[blockIdx.x]", "const C own = seed[0]", "xent_dx"),
+    "a repeated id added twice": (
+        "ids[order[begin - 1]] == id", "false", "embedding_dw"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_kernel_is_caught(fault):
+    *edit, op = FAULTS[fault]
+    call, size = next(c for c in OURS if c.op == op), (2, 15, 300)
+    assert any(edit[0] in source(program) for program in PROGRAMS)
+    expected = perform(Ops(dtype="float64"), call, size, "float64")
+    with pytest.raises((AssertionError, ShimError)):
+        runs = [
+            perform(on_cpu("fp32", backwards=b, edit=edit), call, size, "float32")
+            for b in (False, True)
+        ]
+        check(call, runs, expected, 1e-5, "")
