@@ -6,7 +6,10 @@ from gpu.precisions import OPERANDS, PRECISIONS, every_name
 from gpu.shim.compile import GXX, Module, ShimError, library
 from numeric import assert_close
 from ops_cases import CALLS, perform
+from parity.build import count_valid, make_batch, make_recipe, scatter, serial_recipe
 
+from mpipar.engine import Engine
+from mpipar.grid import serial_grid
 from mpipar.ops.base import Ops
 from mpipar.ops.cuda.ops import CudaOps
 from mpipar.ops.cuda.programs import PROGRAMS, source
@@ -155,6 +158,29 @@ def test_arrays_that_kernels_cannot_take_are_refused():
         ops.gelu_fwd(x.astype(np.float64), tanh=True)
     with pytest.raises(ValueError, match="uneven"):
         ops.swiglu_fwd(x[:, ::2], x[:, ::2])
+
+
+def train(ops, precision, family):
+    """Loss and gradient norm of three steps of a whole model."""
+    words = f"train.precision={precision}", f"model.family={family}"
+    recipe = serial_recipe(make_recipe(1, *words, "model.dropout=0.1"))
+    engine = Engine(recipe, serial_grid(), ops)
+    scatter(engine)
+    batch = make_batch(engine.recipe, 0)
+    steps = [engine.step([batch], count_valid(batch)) for _ in range(3)]
+    return np.array([[step.loss, step.grad_norm] for step in steps])
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 5e-3)]
+)
+def test_a_model_trains_as_the_reference_does(precision, tolerance, family):
+    got = train(on_cpu(precision), precision, family)
+    dtype, half = PRECISIONS[precision]
+    want = train(Ops(dtype=dtype, half=half), precision, family)
+    assert len(set(want[:, 0])) == 3
+    assert np.allclose(got, want, rtol=tolerance, atol=0), (got, want)
 
 
 # What is edited, what it becomes, and the call that must notice
