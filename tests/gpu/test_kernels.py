@@ -160,10 +160,54 @@ def test_arrays_that_kernels_cannot_take_are_refused():
         ops.swiglu_fwd(x[:, ::2], x[:, ::2])
 
 
+def attend(ops):
+    """Outputs and gradients of attention: any spans, grouped heads, strided views."""
+    rng, (b, s, h) = np.random.default_rng(4), (2, 37, 33)
+    fused = rng.standard_normal((b, s, 10, h)).astype(np.float32).astype(ops.dtype)
+    do = rng.standard_normal((b, s, 6, h)).astype(np.float32).astype(ops.dtype)
+    begin = rng.integers(0, s, (b, s))
+    end = np.minimum(begin + rng.integers(0, s, (b, s)), s)
+    rule = {"scale": 0.1, "spans": np.stack([begin, end, end - begin])}
+    q, k, v = np.split(fused, [6, 8], axis=2)
+    grads = np.zeros_like(fused)
+    dq, dk, dv = np.split(grads, [6, 8], axis=2)
+    o, lse = ops.attention_fwd(q, k, v, **rule)
+    ops.attention_bwd(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **rule)
+    return as_double(o), np.exp(lse.astype(np.float64)), grads
+
+
+def check_attention(precision, edit=()):
+    runs = [on_cpu(precision, backwards=b, edit=edit) for b in (False, True)]
+    results = map(attend, (*runs, Ops(dtype="float64")))
+    for x, other, exact in zip(*results, strict=True):
+        assert_close(x, exact, 10 * TOLERANCE[precision])
+        assert np.array_equal(x, other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_agrees_with_the_reference(precision):
+    check_attention(precision)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("__syncthreads();  // until all have done with the tiles before", ""),
+        ("key < end[row]", "key <= end[row]"),
+        ("int of = head * group", "int of = head * group + 1"),
+    ],
+)
+def test_a_fault_in_attention_is_caught(edit):
+    assert edit[0] in source("attention")
+    with pytest.raises((AssertionError, ShimError)):
+        check_attention("fp32", edit)
+
+
 def train(ops, precision, family):
-    """Loss and gradient norm of three steps of a whole model."""
-    words = f"train.precision={precision}", f"model.family={family}"
-    recipe = serial_recipe(make_recipe(1, *words, "model.dropout=0.1"))
+    """Loss and gradient norm of three steps of a whole model, GPT with dropout."""
+    words = [f"train.precision={precision}", f"model.family={family}"]
+    words += ["model.dropout=0.1"] * (family == "gpt")
+    recipe = serial_recipe(make_recipe(1, *words))
     engine = Engine(recipe, serial_grid(), ops)
     scatter(engine)
     batch = make_batch(engine.recipe, 0)

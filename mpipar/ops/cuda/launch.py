@@ -27,6 +27,8 @@ BLOCKS = 4096
 SUM_BLOCKS = 264
 # Rows that are summed by one block of `column_sums`, at least
 CHUNK = 256
+# Rows of a block of attention, one a warp; as in attention.cu
+ATTENTION_ROWS = 8
 # Bytes of shared memory that a kernel has without asking
 FREE_SHARED = 48 << 10
 
@@ -79,6 +81,20 @@ class Launcher:
         """
         block, shared = (threads_for(width),), kept * self.dtype.itemsize
         self._launch(kernel, types, (rows,), block, (width, *arguments), shared)
+
+    def by_warps(
+        self,
+        kernel: str,
+        types: list,
+        sizes: tuple[int, int, int],
+        kept: int,
+        *arguments: Any,
+    ) -> None:
+        """A kernel with a warp for each row of (rows, heads, sequences)."""
+        rows, *others = sizes
+        grid, block = (-(-rows // ATTENTION_ROWS), *others), (ATTENTION_ROWS * WARP,)
+        shared = kept * self.dtype.itemsize
+        self._launch(kernel, types, grid, block, arguments, shared)
 
     def column_sums(self, x: Array, sums: Array, chunk: int) -> None:
         """sums[i] = Σ of the i-th `chunk` rows of x, by blocks of 32 × 8 threads.

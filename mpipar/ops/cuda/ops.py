@@ -10,22 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.base import Ops
+from mpipar.ops.cuda.attention import CudaAttentionOps
 from mpipar.ops.cuda.launch import SUM_BLOCKS, Launcher, chunks_of
 from mpipar.ops.cuda.programs import Compile
 
 Array = Any
 
 
-class CudaOps(Ops):
+class CudaOps(CudaAttentionOps):
     """Same signatures as the reference, same results up to rounding, and the same from
     run to run: no sum depends on the order in which blocks run.
 
     xp        array module;  compile  makes a module of a program (`programs.Compile`)
     dtype, half   as in `Ops`
 
-    Without kernels of their own: matrix products, attention, the moves of rows to
-    experts, rope_table, row_sum, erf. They are the reference's array operations.
+    Without kernels of their own: matrix products, attention with dropout and its
+    merging, the moves of rows to experts, rope_table, row_sum, erf. They are the
+    reference's array operations.
     """
 
     def __init__(

@@ -42,6 +42,11 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
         "positions_bwd": _EITHER,
         "dropout_factors": ("C",),
     },
+    "attention": {
+        "attention_fwd": _EITHER,
+        "attention_bwd_q": _EITHER,
+        "attention_bwd_kv": ("C",),
+    },
     "loss": {"row_max": ("C",), "xent_fwd": ("C",), "xent_bwd": ("C, S",)},
     "optimizer": {"square_sums": ("C", "S"), "adamw": _EITHER},
 }
