@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from launcher import (
@@ -33,6 +34,8 @@ from launcher import (
 # Set in a rank's pytest: the folder of its launch.
 FOLDER = "MPIPAR_TEST_LAUNCH"
 STARTING = 60.0
+# Cases of a sweep that is a wide one
+MANY = 8
 DONE = pytest.StashKey[dict[str, list[pytest.TestReport]]]()
 
 
@@ -40,6 +43,20 @@ def pytest_configure(config: pytest.Config) -> None:
     _tame_hypothesis()
     if FOLDER in os.environ:
         config.pluginmanager.register(Rank(config, Path(os.environ[FOLDER])))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a wide sweep the full tier has every second case, by its name."""
+    sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full"):
+            sweeps.setdefault((item.path, item.originalname), []).append(item)
+    for cases in sweeps.values():
+        if len(cases) > MANY:
+            for item in cases:
+                if crc32(item.nodeid.encode()) % 2:
+                    item.add_marker("exhaustive")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

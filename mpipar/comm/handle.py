@@ -132,6 +132,8 @@ class Handle:
             if got != self._expected:
                 what = f"{sum(got)} bytes came, {sum(self._expected)} expected"
                 raise CommError(self._complaint(what))
+            # Its sender may have waited until it was taken
+            self._ring()
         step = next(self._follow, None)
         if step is not None:
             call, self._requests = step

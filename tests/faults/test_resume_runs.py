@@ -65,8 +65,8 @@ RUNS = {
     ),
 }  # fmt: skip
 # What is left out here is part of the last one and of others.
-MARKS = {"workers": [], "2bw": pytest.mark.exhaustive, "two data ranks":
-         pytest.mark.exhaustive}  # fmt: skip
+REST = ("2bw", "two data ranks", "zero, twice")
+MARKS = {"workers": [], **dict.fromkeys(REST, pytest.mark.exhaustive)}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ PIPELINE = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch
 # A program starts in two ways; both must guard every fault.
 PROGRAMS = [
     pytest.param(SCRIPT, id="script"),
-    pytest.param(MODULE, id="module", marks=full),
+    pytest.param(MODULE, id="module", marks=pytest.mark.exhaustive),
 ]
 
 
