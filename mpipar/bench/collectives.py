@@ -31,14 +31,9 @@ def run_collectives(
 
     Raises   ConfigError on all ranks together
     """
-    error = None
-    try:
-        _check(items, rounds, world.size)
-    except ConfigError as problem:
-        error = problem
     sizes = {"dp": world.size}
     with Grid(world, sizes, hierarchical=False) as flat, Grid(world, sizes) as grid:
-        raise_together(error, grid.world)
+        raise_together(_complaint(items, rounds, world.size), grid.world)
         take_own_cores(grid)
         found = {}
         for name, dtype in _TYPES.items():
@@ -75,7 +70,7 @@ def _seconds(call: Callable[[], Any], world: Any) -> float:
     return float(world.all_reduce(spent, "max")[0])
 
 
-def _check(items: int, rounds: int, ranks: int) -> None:
+def _complaint(items: int, rounds: int, ranks: int) -> ConfigError | None:
     wrong = []
     if ranks < 2:
         wrong.append("1 rank has nothing to sum; start at least 2, as mpiexec -n 2")
@@ -83,8 +78,7 @@ def _check(items: int, rounds: int, ranks: int) -> None:
         wrong.append(f"--items = {items} must be a multiple of {ranks}")
     if rounds < 1:
         wrong.append(f"--rounds = {rounds} must be at least 1")
-    if wrong:
-        raise ConfigError(wrong, title="the command")
+    return ConfigError(wrong, "the command") if wrong else None
 
 
 def _report(

@@ -40,13 +40,10 @@ def run_context(
 
     Raises   ConfigError on all ranks together
     """
-    error = None
-    try:
-        _check(length, heads, kv_heads, rounds, world.size)
-    except ConfigError as problem:
-        error = problem
     with Grid(world, {"cp": world.size}) as grid:
-        raise_together(error, grid.world)
+        raise_together(
+            _complaint(length, heads, kv_heads, rounds, world.size), grid.world
+        )
         take_own_cores(grid)
         cores = _cores(grid, heads, kv_heads)
         sizes = Heads(heads, kv_heads, width, width**-0.5)
@@ -106,7 +103,9 @@ def _nothing_dropped(queries: np.ndarray, keys: np.ndarray, head: int) -> None:
     return None
 
 
-def _check(length: int, heads: int, kv_heads: int, rounds: int, ranks: int) -> None:
+def _complaint(
+    length: int, heads: int, kv_heads: int, rounds: int, ranks: int
+) -> ConfigError | None:
     wrong = []
     if length < 1 or length % (2 * ranks):
         wrong.append(f"--length = {length} must be a multiple of {2 * ranks}")
@@ -114,8 +113,7 @@ def _check(length: int, heads: int, kv_heads: int, rounds: int, ranks: int) -> N
         wrong.append(f"--kv-heads = {kv_heads} must divide --heads = {heads}")
     if rounds < 1:
         wrong.append(f"--rounds = {rounds} must be at least 1")
-    if wrong:
-        raise ConfigError(wrong, title="the command")
+    return ConfigError(wrong, "the command") if wrong else None
 
 
 def _report(found: dict[str, list[float]], length: int, ranks: int) -> dict[str, Any]:

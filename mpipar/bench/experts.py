@@ -47,13 +47,8 @@ def run_experts(
 
     Raises   ConfigError on all ranks together
     """
-    error = None
-    try:
-        _check(sizes, rounds, world.size)
-    except ConfigError as problem:
-        error = problem
     with Grid(world, {"dp": world.size}) as grid:
-        raise_together(error, grid.world)
+        raise_together(_complaint(sizes, rounds, world.size), grid.world)
         take_own_cores(grid)
         if world.size == 1:
             facts = _beside_dense(sizes, rounds)
@@ -126,7 +121,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     Console(width=100).print(table)
 
 
-def _check(sizes: Sizes, rounds: int, ranks: int) -> None:
+def _complaint(sizes: Sizes, rounds: int, ranks: int) -> ConfigError | None:
     wrong = []
     if sizes.tokens < 1 or sizes.tokens % ranks:
         wrong.append(f"--tokens = {sizes.tokens} must be a multiple of {ranks}, ranks")
@@ -143,5 +138,4 @@ def _check(sizes: Sizes, rounds: int, ranks: int) -> None:
         wrong.append(f"--ffn = {sizes.ffn} must be at least 1")
     if rounds < 1:
         wrong.append(f"--rounds = {rounds} must be at least 1")
-    if wrong:
-        raise ConfigError(wrong, title="the command")
+    return ConfigError(wrong, "the command") if wrong else None

@@ -8,10 +8,8 @@ from mpipar.comm import mpi
 from mpipar.comm.counters import shares
 from mpipar.comm.datatypes import as_bytes
 from mpipar.comm.hierarchy import Steps
-from mpipar.comm.posts import Poster, Posts
+from mpipar.comm.posts import Poster, Posts, own_tags
 from mpipar.ops.half import add_up
-
-_TAGS = 1 << 15
 
 
 class HalfSums:
@@ -26,13 +24,12 @@ class HalfSums:
         self._later = Poster(comm, "I")
         self._comm = comm.Dup()
         self._back = Poster(self._comm, "I")
-        self._count = 0
+        self._tags = own_tags()
 
     def all_reduce(self, flat: np.ndarray, limit: int) -> Steps:
         """In place."""
         lengths = shares(flat.size, self._comm.size)
-        tag = self._count % _TAGS
-        self._count += 1
+        tag = next(self._tags)
         arrived, blocks, posts = exchange(
             self._later, flat, lengths, self._comm.rank, limit
         )

@@ -24,14 +24,13 @@ import numpy as np
 from mpipar.comm import mpi
 from mpipar.comm.counters import shares
 from mpipar.comm.datatypes import as_bytes
-from mpipar.comm.posts import pieces, split
+from mpipar.comm.posts import own_tags, pieces, split
 from mpipar.ops.half import add_up, is_half
 
 # Each yields the requests that must be complete before it goes on.
 Steps = Iterator["list[mpi.Request]"]
 # Below, messages in four steps take longer than one call of MPI
 HIERARCHY_BYTES = 1 << 16
-_TAGS = 1 << 15
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
@@ -59,11 +58,11 @@ class Hierarchy:
         node, place = divmod(comm.rank, each)
         self._near = range(node * each, (node + 1) * each)
         self._far = range(place, size, each)
-        self._count = 0
+        self._tags = own_tags()
 
     def all_reduce(self, flat: np.ndarray) -> Steps:
         """In place."""
-        tag = self._tag()
+        tag = next(self._tags)
         blocks = list(split(flat, shares(flat.size, self._comm.size)))
         yield from self._scatter(blocks, blocks[self._rank], tag)
         yield from self._gather([as_bytes(block) for block in blocks], tag)
@@ -72,7 +71,7 @@ class Hierarchy:
         self, flat: np.ndarray, lengths: Sequence[int], own: np.ndarray
     ) -> Steps:
         """``lengths`` are the elements of each rank; ``own`` gets those of this one."""
-        return self._scatter(list(split(flat, lengths)), own, self._tag())
+        return self._scatter(list(split(flat, lengths)), own, next(self._tags))
 
     def all_gather(
         self, own: np.ndarray, out: np.ndarray, lengths: Sequence[int]
@@ -80,15 +79,11 @@ class Hierarchy:
         """Bytes; ``lengths`` are those of each rank."""
         blocks = list(split(out, lengths))
         blocks[self._rank][...] = own
-        return self._gather(blocks, self._tag())
+        return self._gather(blocks, next(self._tags))
 
     def free(self) -> None:
         """Free the communicator; collective."""
         self._comm.Free()
-
-    def _tag(self) -> int:
-        self._count += 1
-        return self._count % _TAGS
 
     def _scatter(self, blocks: list[np.ndarray], own: np.ndarray, tag: int) -> Steps:
         """``own`` becomes the sum of this rank's block of all ranks."""

@@ -8,7 +8,7 @@ blocking ones. Arrays are flat and contiguous, and the same length on all ranks 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import cycle, repeat
 
 import numpy as np
 
@@ -145,6 +145,11 @@ class Poster:
                 yield self._comm.Irecv([part, mpi.BYTE], source, tag)
             for part in pieces(leaving[to], limit):
                 yield self._comm.Isend([part, mpi.BYTE], to, tag)
+
+
+def own_tags() -> Iterator[int]:
+    """Tags in turn, for operations on a communicator of their own."""
+    return cycle(range(_EXCHANGE_TAG))
 
 
 def pieces(flat: np.ndarray, limit: int) -> list[np.ndarray]:
