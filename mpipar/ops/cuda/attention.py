@@ -5,17 +5,15 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.attention import DropoutTile
-from mpipar.ops.base import Ops
-from mpipar.ops.cuda.launch import ATTENTION_ROWS, WARP, Launcher
+from mpipar.ops.cuda.arrays import CudaArrayOps
+from mpipar.ops.cuda.launch import ATTENTION_ROWS, WARP
 
 Array = Any
 
 
-class CudaAttentionOps(Ops):
+class CudaAttentionOps(CudaArrayOps):
     """Attention of `Ops` by kernels in the compute type; with dropout factors, it is
     the reference's array operations."""
-
-    launch: Launcher
 
     def attention_fwd(
         self,

@@ -1,0 +1,44 @@
+"""Passes over flat buffers by CUDA kernels."""
+
+import math
+from typing import Any
+
+from mpipar.ops.cuda.arrays import CudaArrayOps
+from mpipar.ops.cuda.launch import SUM_BLOCKS
+
+Array = Any
+
+
+class CudaOptimizerOps(CudaArrayOps):
+    """Norms of gradients and AdamW, over flat buffers."""
+
+    def square_sum(self, x: Array) -> float:
+        sums = self.xp.zeros(SUM_BLOCKS)
+        self.launch.over_items(
+            "square_sums", [x.dtype], x.size, x, sums, blocks=SUM_BLOCKS
+        )
+        return float(self.to_host(sums).sum())
+
+    def adamw(
+        self,
+        weight: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        decay: float,
+        step: int,
+        scale: float,
+    ) -> None:
+        numbers = (
+            lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step),
+            beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, 1.0 - lr * decay, scale,
+        )  # fmt: skip
+        self.launch.over_items(
+            "adamw", [self.dtype, grad.dtype], weight.size,
+            weight, grad, m, v, *(float(number) for number in numbers),
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""Positions, embedding and dropout by CUDA kernels."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpipar.ops.cuda.arrays import CudaArrayOps
+
+Array = Any
+
+
+class CudaPositionOps(CudaArrayOps):
+    """Where tokens enter: rows of tables, rotations, masks."""
+
+    def rope(self, x: Array, cos: Array, sin: Array, *, inverse: bool = False) -> None:
+        b, s, n, h = x.shape
+        if h > 1 and x.strides[-1] != x.itemsize:
+            raise ValueError("the items of a head to be rotated have gaps")
+        strides = (np.int64(step // x.itemsize) for step in x.strides[:3])
+        self.launch.by_row(
+            "rope", [self.dtype], b * s, n * h // 2,
+            x, self._compute(cos), self._compute(sin), s, h // 2, *strides,
+            -1.0 if inverse else 1.0,
+        )  # fmt: skip
+
+    def embedding_fwd(self, ids: Array, table: Array, *, first: int = 0) -> Array:
+        width = table.shape[1]
+        y = self.empty((*ids.shape, width))
+        self.launch.by_row(
+            "embedding_fwd", [table.dtype, self.dtype], ids.size, width,
+            self._index(ids), self._solid(table), y, np.int64(first),
+            np.int64(len(table)),
+        )  # fmt: skip
+        return y
+
+    def embedding_dw(
+        self, dy: Array, ids: Array, dtable: Array, *, first: int = 0
+    ) -> None:
+        flat, width = self._index(ids).reshape(-1), dtable.shape[1]
+        order = self._index(self.xp.argsort(flat, kind="stable"))
+        self.launch.by_row(
+            "embedding_bwd", [self.dtype, dtable.dtype], ids.size, width,
+            self._compute(dy), flat, order, dtable, np.int64(first),
+            np.int64(len(dtable)), np.int64(ids.size),
+        )  # fmt: skip
+
+    def add_positions(self, x: Array, table: Array, rows: Array) -> None:
+        b, s, width = x.shape
+        self.launch.by_row(
+            "add_positions", [self.dtype, table.dtype], b * s, width,
+            self._in_place(x), self._solid(table), self._index(rows), s,
+        )  # fmt: skip
+
+    def positions_dw(self, dy: Array, rows: Array, dtable: Array) -> None:
+        b, s, width = dy.shape
+        self.launch.by_row(
+            "positions_bwd", [self.dtype, dtable.dtype], s, width,
+            self._compute(dy), self._index(rows), dtable, b, s,
+        )  # fmt: skip
+
+    def dropout_scale(
+        self,
+        rate: float,
+        width: int,
+        rows: tuple[Array, Array, Array],
+        key: tuple[int, int],
+        *,
+        start: int = 0,
+    ) -> Array:
+        xp, low = self.xp, 0xFFFFFFFF
+        words = xp.broadcast_arrays(*(xp.asarray(r, dtype=xp.uint64) for r in rows))
+        counters = [self._solid((w & xp.uint64(low)).astype(xp.uint32)) for w in words]
+        out = self.empty((*words[0].shape, width))
+        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        groups = (start + width + 3) // 4 - start // 4
+        self.launch.over_items(
+            "dropout_factors", [self.dtype], words[0].size * groups,
+            *counters, out, width,
+            *(np.int64(number) for number in (start, groups, *key, limit)),
+            1.0 / (1.0 - rate),
+        )  # fmt: skip
+        return out
