@@ -19,6 +19,8 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 # Elements drawn at a time: the working arrays of a block stay in the L2 cache.
 _BLOCK = 1 << 13
+# On a device: few launches, in some hundred MiB
+_DEVICE_BLOCK = 1 << 22
 
 
 def stream_key(seed: int, name: str) -> tuple[int, int]:
@@ -83,14 +85,15 @@ def normal_at(index: Array, key: tuple[int, int], xp: ModuleType = np) -> Array:
     Shapes   index (n,) int64;  returns (n,) float64
     """
     out = xp.empty(index.shape, dtype=xp.float64)
-    for lo in range(0, index.size, _BLOCK):
-        i = index[lo : lo + _BLOCK].astype(xp.uint64)
+    size = _BLOCK if xp is np else _DEVICE_BLOCK
+    for lo in range(0, index.size, size):
+        i = index[lo : lo + size].astype(xp.uint64)
         pair = i >> xp.uint64(1)
         a, b, c, d = philox4x32((pair, pair >> xp.uint64(32), 0, 0), key, xp)
         radius = xp.sqrt(-2.0 * xp.log(1.0 - _double(a, b, xp)))
         angle = (2.0 * np.pi) * _double(c, d, xp)
         odd = (i & xp.uint64(1)).astype(bool)
-        out[lo : lo + _BLOCK] = radius * xp.where(odd, xp.sin(angle), xp.cos(angle))
+        out[lo : lo + size] = radius * xp.where(odd, xp.sin(angle), xp.cos(angle))
     return out
 
 

@@ -49,15 +49,16 @@ class RandomOps:
 
         Shapes   out: the box's sizes; shape, box: global sizes and half-open intervals
         """
-        index = np.zeros((1,) * len(shape), np.int64)
+        xp = self.xp
+        index = xp.zeros((1,) * len(shape), xp.int64)
         for dim, (lo, hi) in enumerate(box):
             stride = math.prod(shape[dim + 1 :])
             axis = [1] * len(shape)
             axis[dim] = hi - lo
-            index = index + (np.arange(lo, hi, dtype=np.int64) * stride).reshape(axis)
+            index = index + (xp.arange(lo, hi, dtype=xp.int64) * stride).reshape(axis)
         values = self._normals(index.reshape(-1), std, stream_key(seed, name))
-        self.store(self.asarray(values.reshape(out.shape)), out)
+        self.store(values.reshape(out.shape), out)
 
-    def _normals(self, index: np.ndarray, std: float, key: tuple[int, int]) -> Array:
-        """N(0, std²) numbers of global element indices, on the host.   (n,)"""
-        return (normal_at(index, key) * std).astype(self.dtype)
+    def _normals(self, index: Array, std: float, key: tuple[int, int]) -> Array:
+        """N(0, std²) numbers of global element indices.   (n,)"""
+        return (normal_at(index, key, self.xp) * std).astype(self.dtype)

@@ -10,8 +10,8 @@ from mpipar.config import Recipe, find_recipe, preset_names, read_recipe, to_tom
 from mpipar.errors import ConfigError
 
 PRESETS = [
-    "deepseek-16b", "gpt2-124m", "llama-8b", "mixtral-8x7b", "small", "tiny",
-    "tiny-llama", "tiny-mixtral",
+    "deepseek-16b", "gpt2-1.5b", "gpt2-124m", "llama-8b", "mixtral-8x7b", "small",
+    "tiny", "tiny-llama", "tiny-mixtral",
 ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_the_presets_are_known():
         ("tiny", 4, ("parallel.tensor=2", "parallel.sequence=true")),
         *(("small", n, ()) for n in (1, 2, 4, 16)),
         ("small", 4, ("parallel.tensor=2", "parallel.sequence=true")),
-        *(("gpt2-124m", n, ()) for n in (1, 8, 256)),
+        *((name, n, ()) for name in ("gpt2-124m", "gpt2-1.5b") for n in (1, 8, 256)),
         ("gpt2-124m", 48, ("parallel.tensor=12", "model.context=1020")),
         *(("llama-8b", n, ()) for n in (8, 64, 4096)),
         ("llama-8b", 512, ("parallel.tensor=32",)),
@@ -81,6 +81,7 @@ def test_a_preset_resolves_and_is_written_exactly(name, ranks, overrides):
     ("name", "ranks", "count"),
     [
         ("gpt2-124m", 1, 124_439_808),
+        ("gpt2-1.5b", 1, 1_557_611_200),
         ("llama-8b", 8, 8_030_261_248),
         ("mixtral-8x7b", 8, 46_702_792_704),
         ("deepseek-16b", 8, 16_375_728_128),
