@@ -93,6 +93,8 @@ CALLS = [
                                   "onto": d.rows()}, label="linear_fwd onto"),
     Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3),
                                   "onto": d.rows()}, label="linear_fwd onto, no bias"),
+    Call("linear_fwd", lambda d: {"x": d.rows(3), "w": d(d.width, 3), "b": d(d.width),
+                                  "narrow": True}, label="linear_fwd narrow"),
     Call("add_residual", lambda d: {"y": d.rows(), "b": d(d.width), "onto": d.rows()},
          ("y",)),
     Call("add_residual", lambda d: {"y": d.rows(), "b": None, "onto": d.rows()},

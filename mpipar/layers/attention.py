@@ -166,7 +166,8 @@ class CausalSelfAttention(Branch):
     def cost(self, batch: int, sequence: int) -> Cost:
         columns = (self.heads + 2 * self.kv_heads) * self.head_width
         kept = 0 if self.core.keeps_inputs else columns
-        own = Cost(saved=batch * sequence * kept * self.ops.dtype.itemsize)
+        item = self.inputs.result_dtype.itemsize
+        own = Cost(saved=batch * sequence * kept * item)
         projections = self.inputs.cost(batch, sequence)
         projections += self.outputs.cost(batch, sequence)
         return own + projections + self.core.cost(batch, sequence, self._sizes)

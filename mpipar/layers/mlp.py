@@ -109,7 +109,7 @@ class _Mlp(Branch):
 
     def cost(self, batch: int, sequence: int) -> Cost:
         tokens = batch * sequence
-        dtype = self.ops.dtype if self.forgets else self.kept_dtype
+        dtype = self.inputs.result_dtype if self.forgets else self.kept_dtype
         kept = tokens * self.inputs.weight.rows * dtype.itemsize
         if self.forgets:
             width = self.outputs.weight.local_shape[1]
@@ -186,7 +186,7 @@ class SwigluMlp(_Mlp):
 
     @property
     def kept_dtype(self) -> np.dtype:
-        return self.ops.dtype
+        return self.inputs.result_dtype
 
     def activate(self, u: Array) -> tuple[Array, Array]:
         gate, up = self._halves(u)

@@ -18,6 +18,7 @@ import numpy as np
 from mpipar.ops.attention import AttentionOps
 from mpipar.ops.half import HALVES, NAMES, is_half, narrow, widen
 from mpipar.ops.norm import NormOps
+from mpipar.ops.products import ProductOps
 from mpipar.ops.random import RandomOps
 from mpipar.ops.rows import RowOps
 
@@ -27,7 +28,7 @@ GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
 GELU_TANH_CUBIC = 0.044715
 
 
-class Ops(AttentionOps, NormOps, RandomOps, RowOps):
+class Ops(AttentionOps, NormOps, ProductOps, RandomOps, RowOps):
     """Array maths on one device in one precision.
 
     xp              array module, NumPy or CuPy
@@ -58,6 +59,11 @@ class Ops(AttentionOps, NormOps, RandomOps, RowOps):
     def is_mixed(self) -> bool:
         """True where the operand type is a smaller one than the compute type."""
         return self.operand_dtype != self.dtype
+
+    @property
+    def narrow_results(self) -> bool:
+        """True where products that only the next op reads are best made operands."""
+        return False
 
     def operand(self, x: Array, out: Array | None = None) -> Array:
         """x in the operand type, in `out` or a new array; x itself where it is."""
@@ -127,36 +133,6 @@ class Ops(AttentionOps, NormOps, RandomOps, RowOps):
             self.synchronize()
             best = min(best, time.perf_counter() - begin)
         return 2.0 * size**3 / best
-
-    # --- dense products ---------------------------------------------------------------
-
-    def linear_fwd(
-        self, x: Array, w: Array, b: Array | None = None, onto: Array | None = None
-    ) -> Array:
-        """y = x Wᵀ + b + onto.   x (..., d), W (f, d), b (f,), onto and y (..., f)"""
-        y = self.xp.matmul(self.wide(x.reshape(-1, x.shape[-1])), self.wide(w).T)
-        return self.add_residual(y.reshape(*x.shape[:-1], w.shape[0]), b, onto)
-
-    def add_residual(self, y: Array, b: Array | None, onto: Array | None) -> Array:
-        """y += b + onto, those that there are; returns y.   y, onto (..., f), b (f,)"""
-        for summand in (b, onto):
-            if summand is not None:
-                y += self.wide(summand)
-        return y
-
-    def linear_dx(self, dy: Array, w: Array) -> Array:
-        """dx = dy W.   dy (..., f), W (f, d)  →  (..., d)"""
-        dx = self.xp.matmul(self.wide(dy.reshape(-1, dy.shape[-1])), self.wide(w))
-        return dx.reshape(*dy.shape[:-1], w.shape[1])
-
-    def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
-        """dW += Σ_tokens dyᵀ x.   dy (..., f), x (..., d), dW (f, d)"""
-        dy, x = (self.wide(a.reshape(-1, a.shape[-1])) for a in (dy, x))
-        self.add_to(dw, self.xp.matmul(dy.T, x))
-
-    def linear_db(self, dy: Array, db: Array) -> None:
-        """db += Σ_tokens dy.   dy (..., f), db (f,)"""
-        self.add_to(db, self.wide(dy.reshape(-1, dy.shape[-1])).sum(axis=0))
 
     # --- activations ------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class NumpyOps(RowKernelOps):
         w: np.ndarray,
         b: np.ndarray | None = None,
         onto: np.ndarray | None = None,
+        *,
+        narrow: bool = False,
     ) -> np.ndarray:
         y = np.empty((*x.shape[:-1], w.shape[0]), self.dtype)
         rows, out = rows_of(x), rows_of(y)
@@ -60,7 +62,7 @@ class NumpyOps(RowKernelOps):
             self._multiply(rows[lo:hi], w.T, out[lo:hi], thread, bias=b, onto=part)
 
         self.team.share(len(out), work, y.size * w.shape[1] // MULTIPLY_ADDS)
-        return y
+        return self.operand(y) if narrow else y
 
     def linear_dx(self, dy: np.ndarray, w: np.ndarray) -> np.ndarray:
         dx = np.empty((*dy.shape[:-1], w.shape[1]), self.dtype)

@@ -76,6 +76,9 @@ def test_dense_products(ops, t, d, f, bias, onto):
     expected = expected + (b if bias else 0) + (base if onto else 0)
     assert y.dtype == np.float32
     assert_close(y, expected, 1e-5)
+    assert np.array_equal(
+        ops.linear_fwd(x16, w16, b, base, narrow=True), to_half(y, ops.precision)
+    )
     assert_close(ops.linear_dx(dy16, w16), rounded(ops, dy) @ rounded(ops, w), 1e-5)
     dw, db = draw(f, d, seed=5), draw(f, seed=6)
     before = dw.copy(), db.copy()

@@ -49,7 +49,7 @@ def test_every_operation_on_arrays_is_among_the_calls():
         "empty", "zeros", "asarray", "to_host", "synchronize", "matmul_rate", "scratch",
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
         "fill_normal", "on_host", "precision", "operand", "empty_operand", "is_mixed",
-        "wide", "store", "add_to",
+        "wide", "store", "add_to", "narrow_results",
     }  # fmt: skip
     assert public(Ops) == elsewhere | {call.op for call in CALLS}
 
@@ -60,7 +60,8 @@ def public(kind):
 
 @pytest.mark.parametrize("kind", [NumpyOps, CupyOps])
 def test_overrides_have_the_signature_of_the_reference(kind):
-    for name in public(Ops) - {"on_host", "is_mixed", "precision"}:
+    properties = {"on_host", "is_mixed", "narrow_results", "precision"}
+    for name in public(Ops) - properties:
         theirs, ours = (inspect.signature(getattr(k, name)) for k in (kind, Ops))
         shape = [[(p.name, p.kind, p.default) for p in s.parameters.values()]
                  for s in (theirs, ours)]  # fmt: skip

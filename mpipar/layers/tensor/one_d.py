@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpipar.layers.base import Branch, Layer, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Interval, Parameter, Stack, cut
@@ -66,8 +68,10 @@ class ColumnLinear(Layer):
               S(1): forward all-gather, backward all-gather (x again, for dW), of
               operand items, and reduce-scatter, (tp−1)/tp · b·s·d items each
     Flops     forward 2·b·s·d·f/tp; input and weight gradients the same each
-    Precision operands as above, sums and results in the compute type
+    Precision operands as above, sums and results in the compute type, see `narrow`
     Source    Shoeybi et al. 2019, section 3, operator f
+
+    narrow    True where what reads y takes operands: then y is one, if the ops want it
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class ColumnLinear(Layer):
         *,
         ops: Ops,
         stream: Stream,
+        narrow: bool = False,
     ) -> None:
         self.ops, self.stream = ops, stream
+        self.narrow = narrow and ops.narrow_results
         self.weight = Stack(weights)
         self.bias = Stack(biases) if biases else None
 
@@ -92,6 +98,7 @@ class ColumnLinear(Layer):
         bias: bool,
         ops: Ops,
         stream: Stream,
+        narrow: bool = False,
     ) -> "ColumnLinear":
         """A layer with new parameters NAME.weight (and NAME.bias) for each output."""
         weights, biases = [], []
@@ -107,7 +114,12 @@ class ColumnLinear(Layer):
                 biases.append(
                     Parameter(f"{o.name}.bias", (o.rows,), (o.held,), "zeros", **shared)
                 )
-        return cls(weights, biases, ops=ops, stream=stream)
+        return cls(weights, biases, ops=ops, stream=stream, narrow=narrow)
+
+    @property
+    def result_dtype(self) -> np.dtype:
+        """Type of y."""
+        return self.ops.operand_dtype if self.narrow else self.ops.dtype
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self.weight.parts
@@ -117,7 +129,9 @@ class ColumnLinear(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, LinearSaved]:
         bias = None if self.bias is None else self.bias.data
         x = self.ops.operand(x)
-        y = self.ops.linear_fwd(self.stream.leave(x), self.weight.data, bias)
+        y = self.ops.linear_fwd(
+            self.stream.leave(x), self.weight.data, bias, narrow=self.narrow
+        )
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:

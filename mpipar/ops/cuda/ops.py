@@ -21,3 +21,7 @@ class CudaOps(
     merging, the moves of rows to experts, rope_table, row_sum, erf. They are the
     reference's array operations.
     """
+
+    @property
+    def narrow_results(self) -> bool:
+        return self.is_mixed
