@@ -153,7 +153,8 @@ def scatter(engine: Engine) -> None:
         for parameters in state.whole_units("values"):
             for p in parameters:
                 rng = np.random.default_rng(zlib.crc32(p.name.encode()))
-                p.data += 0.1 * rng.standard_normal(p.shape)[region(p)]
+                moves = 0.1 * rng.standard_normal(p.shape)[region(p)]
+                p.data += engine.ops.asarray(moves)
 
 
 def region(p: Parameter) -> tuple[slice, ...]:

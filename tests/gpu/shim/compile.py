@@ -4,7 +4,11 @@ Arrays are NumPy's. What a kernel is given lies between red zones that must stay
 are; they hold NaN, so that a number read from there shows.
 """
 
+import atexit
 import ctypes
+import fcntl
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -99,16 +103,31 @@ class Zones:
 
 @cache
 def library(text: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    """The program as a shared library, in a folder that goes with the process."""
+    """The program as a shared library.
+
+    It is kept in the folder that CUDA_SHIM_CACHE names, for all processes of a job, or
+    in one that goes with the process.
+    """
     exports = [f"EXPORT(entry{i}, {name})" for i, name in enumerate(names)]
-    folder = Path(FOLDER.name)
-    file = folder / f"{len(list(folder.glob('*.cpp')))}.cpp"
-    file.write_text("\n".join(['#include "cuda.h"', text, *exports]))
-    built = file.with_suffix(".so")
-    command = [GXX, *FLAGS, str(file), "-o", str(built)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code = "\n".join(['#include "cuda.h"', text, *exports])
+    folder = Path(os.environ.get("CUDA_SHIM_CACHE") or FOLDER.name)
+    built = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:16]}.so"
+    # Ranks that need the same program wait for the first one
+    with open(built.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            _compile(code, built)
     return ctypes.CDLL(str(built))
 
 
+def _compile(code: str, built: Path) -> None:
+    file, made = built.with_suffix(".cpp"), built.with_suffix(".new")
+    file.write_text(code)
+    command = [GXX, *FLAGS, str(file), "-o", str(made)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    made.rename(built)
+
+
 FOLDER = tempfile.TemporaryDirectory(prefix="shim")
+atexit.register(FOLDER.cleanup)

@@ -1,0 +1,15 @@
+"""How a process is made to find the emulated CuPy."""
+
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TESTS = HERE.parents[1]
+
+
+def environment(devices: int = 1, **words: str) -> dict[str, str]:
+    """The variables of a process that is to see so many GPUs."""
+    there = [p for p in (os.environ.get("PYTHONPATH"),) if p]
+    paths = os.pathsep.join([str(HERE), str(TESTS), *there])
+    own = {"PYTHONPATH": paths, "CUPY_EMULATOR_DEVICES": str(devices)}
+    return {**os.environ, **own, **words}
