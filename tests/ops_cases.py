@@ -100,6 +100,8 @@ CALLS = [
     Call("add_residual", lambda d: {"y": d.rows(), "b": None, "onto": d.rows()},
          ("y",), "add_residual, no bias"),
     Call("linear_dx", lambda d: {"dy": d.rows(), "w": d(d.width, 3)}),
+    Call("linear_dx", lambda d: {"dy": d.rows(), "w": d(d.width, 3), "narrow": True},
+         label="linear_dx narrow"),
     Call("linear_dw", lambda d: {"dy": d.rows(), "x": d.rows(3), "dw": d(d.width, 3)},
          ("dw",)),
     Call("linear_db", lambda d: {"dy": d.rows(), "db": d(d.width)}, ("db",)),

@@ -64,7 +64,9 @@ class NumpyOps(RowKernelOps):
         self.team.share(len(out), work, y.size * w.shape[1] // MULTIPLY_ADDS)
         return self.operand(y) if narrow else y
 
-    def linear_dx(self, dy: np.ndarray, w: np.ndarray) -> np.ndarray:
+    def linear_dx(
+        self, dy: np.ndarray, w: np.ndarray, *, narrow: bool = False
+    ) -> np.ndarray:
         dx = np.empty((*dy.shape[:-1], w.shape[1]), self.dtype)
         rows, out = rows_of(dy), rows_of(dx)
         self.team.share(
@@ -72,7 +74,7 @@ class NumpyOps(RowKernelOps):
             lambda lo, hi, t: self._multiply(rows[lo:hi], w, out[lo:hi], t),
             dx.size * w.shape[0] // MULTIPLY_ADDS,
         )
-        return dx
+        return self.operand(dx) if narrow else dx
 
     def linear_dw(self, dy: np.ndarray, x: np.ndarray, dw: np.ndarray) -> None:
         grad, rows = rows_of(dy), rows_of(x)

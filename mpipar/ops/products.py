@@ -42,10 +42,11 @@ class ProductOps:
                 y += self.wide(summand)
         return y
 
-    def linear_dx(self, dy: Array, w: Array) -> Array:
-        """dx = dy W.   dy (..., f), W (f, d)  →  (..., d)"""
+    def linear_dx(self, dy: Array, w: Array, *, narrow: bool = False) -> Array:
+        """dx = dy W, an operand if `narrow`.   dy (..., f), W (f, d)  →  (..., d)"""
         dx = self.xp.matmul(self.wide(dy.reshape(-1, dy.shape[-1])), self.wide(w))
-        return dx.reshape(*dy.shape[:-1], w.shape[1])
+        dx = dx.reshape(*dy.shape[:-1], w.shape[1])
+        return self.operand(dx) if narrow else dx
 
     def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
         """dW += Σ_tokens dyᵀ x.   dy (..., f), x (..., d), dW (f, d)"""

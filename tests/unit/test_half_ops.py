@@ -79,7 +79,10 @@ def test_dense_products(ops, t, d, f, bias, onto):
     assert np.array_equal(
         ops.linear_fwd(x16, w16, b, base, narrow=True), to_half(y, ops.precision)
     )
-    assert_close(ops.linear_dx(dy16, w16), rounded(ops, dy) @ rounded(ops, w), 1e-5)
+    dx = ops.linear_dx(dy16, w16)
+    assert_close(dx, rounded(ops, dy) @ rounded(ops, w), 1e-5)
+    narrow = ops.linear_dx(dy16, w16, narrow=True)
+    assert np.array_equal(narrow, to_half(dx, ops.precision))
     dw, db = draw(f, d, seed=5), draw(f, seed=6)
     before = dw.copy(), db.copy()
     ops.linear_dw(dy16, x16, dw)

@@ -172,8 +172,11 @@ class RowLinear(Branch):
               S(1): forward reduce-scatter, backward all-gather (operand items),
               (tp−1)/tp · b·s·d each
     Flops     forward 2·b·s·d·f/tp; input and weight gradients the same each
-    Precision operands as above, sums and results in the compute type
+    Precision operands as above, sums and results in the compute type, see `narrow`
     Source    Shoeybi et al. 2019, section 3, operator g
+
+    narrow    True where what made x takes its gradient as an operand: then dx is one,
+              if the ops want it
     """
 
     def __init__(
@@ -186,8 +189,10 @@ class RowLinear(Branch):
         bias: bool,
         ops: Ops,
         stream: Stream,
+        narrow: bool = False,
     ) -> None:
         self.ops, self.stream, tp = ops, stream, stream.tp
+        self.narrow = narrow and ops.narrow_results
         self.weight = Parameter(
             f"{name}.weight",
             (width, inputs),
@@ -223,7 +228,8 @@ class RowLinear(Branch):
             db = self.ops.zeros(self.bias.local_shape)
             self.ops.linear_db(dy, db)
         dy = self.stream.enter_backward(dy)
-        return self.ops.linear_dx(dy, self.weight.data), LinearLeft(dy, saved.x, db)
+        dx = self.ops.linear_dx(dy, self.weight.data, narrow=self.narrow)
+        return dx, LinearLeft(dy, saved.x, db)
 
     def backward_weight(self, left: LinearLeft) -> None:
         self.ops.linear_dw(left.dy, left.x, self.weight.grad)
