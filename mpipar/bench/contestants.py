@@ -22,6 +22,7 @@ class Contestant:
     spread    one core; one process with a thread a core; or a process pinned to each
     words     for torch the arguments of torch_worker.py, for mpipar changes of the
               recipe, in which {cores} is the number of cores
+    device    where its arrays live: cpu, or cuda for one process on the first GPU
     """
 
     name: str
@@ -31,6 +32,7 @@ class Contestant:
     precision: str = "fp32"
     words: tuple[str, ...] = ()
     micro_batches: int = 1
+    device: str = "cpu"
 
     def processes(self, cores: int) -> int:
         """Processes on a machine of so many cores."""
@@ -39,6 +41,10 @@ class Contestant:
     def threads(self, cores: int) -> int:
         """Threads of each process that compute."""
         return cores if self.spread == THREADS else 1
+
+
+def _on_gpu(name: str, about: str, library: str, *words: str) -> Contestant:
+    return Contestant(name, about, library, THREADS, "bf16", words, device="cuda")
 
 
 CONTESTANTS = (
@@ -106,6 +112,14 @@ CONTESTANTS = (
         micro_batches=PARTS,
     ),
     Contestant("mpipar-bf16-dp", "data parallel, bf16", MPIPAR, precision="bf16"),
+    _on_gpu("torch-cuda", "autocast to bf16, fused AdamW", TORCH),
+    _on_gpu(
+        "torch-cuda-compile", "the same with torch.compile", TORCH, "--mode=compile"
+    ),
+    _on_gpu(
+        "torch-cuda-blocks", "each block compiled, for many", TORCH, "--mode=blocks"
+    ),
+    _on_gpu("mpipar-cuda", "one rank, bf16", MPIPAR),
 )
 REFERENCE = "torch-eager"
 NAMES = tuple(c.name for c in CONTESTANTS)
@@ -148,6 +162,7 @@ class Match:
         if contestant.library == MPIPAR:
             words = [word.format(cores=count) for word in contestant.words]
             words.append(f"train.precision={contestant.precision}")
+            words.append(f"train.device={contestant.device}")
             if contestant.micro_batches > 1:
                 micro_batch = self.batch // contestant.micro_batches
                 words.append(f"train.micro_batch={micro_batch}")
@@ -161,6 +176,7 @@ class Match:
         worker += [f"--processes={count}", f"--precision={contestant.precision}"]
         worker += [f"--threads={contestant.threads(len(self.cores))}"]
         worker += [f"--micro-batches={contestant.micro_batches}"]
+        worker += [f"--device={contestant.device}"]
         return [[*worker, *contestant.words, f"--rank={rank}"] for rank in range(count)]
 
     def environment(self, contestant: Contestant) -> dict[str, str]:
@@ -171,7 +187,8 @@ class Match:
         # Where Open MPI counts fewer slots than there are cores.
         own.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
         # Compile in the process itself, and meet the other ranks on this machine.
-        own.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        if contestant.device == "cpu":
+            own.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         own.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if contestant.library == JAX:
             # XLA counts its threads by NPROC, or else by the cores it is pinned to.
@@ -184,6 +201,12 @@ class Match:
 def chosen(names: Sequence[str]) -> list[Contestant]:
     """The contestants of these names, in the order of the table."""
     return [c for c in CONTESTANTS if c.name in names]
+
+
+def names_on(device: str) -> tuple[str, ...]:
+    """All contestants of a device: "cuda", or else the CPU."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    return tuple(c.name for c in CONTESTANTS if c.device == kind)
 
 
 def mpiexec() -> str:

@@ -10,11 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.bench.contestants import MPIPAR, NAMES, TORCH, Contestant, Match, chosen
+from mpipar.bench.contestants import (
+    MPIPAR,
+    NAMES,
+    TORCH,
+    Contestant,
+    Match,
+    chosen,
+    names_on,
+)
 from mpipar.bench.report import available_bytes, machine, write_json
 from mpipar.bench.rival import NoAnswerError, Rival
 from mpipar.bench.table import Table, result
-from mpipar.bench.workload import CONSTANT_RATE, check_vocabulary, random_batch
+from mpipar.bench.workload import (
+    CONSTANT_RATE,
+    check_vocabulary,
+    random_batch,
+    weight_count,
+)
 from mpipar.config import UNCUT, Recipe, find_recipe, read_recipe
 from mpipar.config.write import toml_value
 from mpipar.engine import Engine
@@ -23,11 +36,12 @@ from mpipar.grid import serial_grid
 from mpipar.ops import make_ops
 
 DONE, DISAGREE = 0, 1
+# Weights that other libraries are given, at most: a GiB takes some seconds.
+SHARED_BYTES = 1 << 30
 # What each contestant says of its own layout comes after these.
 CHANGES = (
     *CONSTANT_RATE,
     "train.micro_batch=0",
-    "train.device=cpu",
     *(f"{key}={toml_value(value)}" for key, value in UNCUT.items()),
     "parallel.data=0",
 )
@@ -46,9 +60,10 @@ def run_peers(
 
     The global batch is one pass, cut over the data ranks alone, except in pipelines,
     which make it in micro-batches; the learning rate is constant; all start from the
-    weights of mpipar's seed.
+    weights of mpipar's seed, unless those are too many to hand over (SHARED_BYTES);
+    then each library draws its own, and losses are shown, not judged.
 
-    names    contestants to run; none = all
+    names    contestants to run; none = all of the recipe's train.device
     python   the Python that has torch, and jax if that is to be compared
     Raises   ConfigError where nothing can be compared
     """
@@ -59,15 +74,18 @@ def run_peers(
     except (OSError, UnicodeError) as error:
         reason = f"recipe {recipe_name} cannot be read: {error}"
         raise ConfigError([reason], "the command") from None
-    _check(read_recipe(text, overrides, path.parent), rounds, names, python)
-    recipe = read_recipe(text, [*changes, "train.precision=fp32"], path.parent, ranks=1)
+    given = read_recipe(text, overrides, path.parent)
+    names = names or names_on(given.train.device)
+    _check(given, rounds, names, python)
+    common = (*changes, "train.precision=fp32", "train.device=cpu")
+    recipe = read_recipe(text, common, path.parent, ranks=1)
     check_vocabulary(recipe)
-    load, entered = os.getloadavg(), chosen(names or NAMES)
+    load, entered = os.getloadavg(), chosen(names)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="mpipar-bench-") as folder:
         batch = recipe.train.global_batch
         match = Match(recipe_name, changes, Path(folder), cores, python, batch)
-        _prepare(recipe, match.folder)
+        shared = _prepare(recipe, match.folder)
         race = _Race(match)
         try:
             for contestant in entered:
@@ -77,7 +95,7 @@ def run_peers(
             race.end()
     tokens = recipe.train.global_batch * recipe.model.context
     results = {r.contestant.name: result(r, tokens) for r in race.running}
-    table = Table(entered, results, race.reasons)
+    table = Table(entered, results, race.reasons, judged=shared)
     table.show(f"{Path(recipe_name).stem}, {tokens} tokens a step, {len(cores)} cores")
     facts = machine() | {"load_before": load, "load_after": os.getloadavg()}
     facts["recipe"] = recipe.model_dump()
@@ -110,8 +128,10 @@ def _check(recipe: Recipe, rounds: int, names: Sequence[str], python: str) -> No
             f"train.global_batch = {batch} is made in one pass here, but "
             f"train.micro_batch = {micro}; try train.global_batch={micro}"
         )
-    if not names and not has_module(python, TORCH):
-        alone = ",".join(name for name in NAMES if name.startswith(MPIPAR))
+    if set(names) == set(names_on(recipe.train.device)) and not has_module(
+        python, TORCH
+    ):
+        alone = ",".join(name for name in names if name.startswith(MPIPAR))
         wrong.append(
             f'torch cannot be imported by {python}: pip install "mpipar[bench]" there, '
             f"name another one by --torch-python, or time --peers={alone}"
@@ -131,14 +151,21 @@ def has_module(python: str, name: str) -> bool:
         return False
 
 
-def _prepare(recipe: Recipe, folder: Path) -> None:
-    """Write what other libraries need: sizes, mpipar's initial weights, the batch."""
+def _prepare(recipe: Recipe, folder: Path) -> bool:
+    """Write what other libraries need: sizes, mpipar's initial weights, the batch.
+
+    False where the weights are too many and left out.
+    """
     (folder / "mpipar").symlink_to(Path(__file__).parents[1])
     (folder / "work.json").write_text(json.dumps(recipe.model_dump()))
-    engine = Engine(recipe, serial_grid(), make_ops("cpu", "fp32"))
-    weights = {p.name: p.data for p in engine.state.parameters}
+    shared = 4 * weight_count(recipe) <= SHARED_BYTES
+    weights = {}
+    if shared:
+        engine = Engine(recipe, serial_grid(), make_ops("cpu", "fp32"))
+        weights = {p.name: p.data for p in engine.state.parameters}
     ids, labels = random_batch(recipe)
     np.savez(folder / "work.npz", ids=ids, labels=labels, **weights)
+    return shared
 
 
 class _Race:

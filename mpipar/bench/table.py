@@ -40,9 +40,10 @@ class Result:
         return statistics.median(self.seconds)
 
     @property
-    def group(self) -> tuple[str, bool]:
-        """Those it can fairly be compared with: precision, and one core or all."""
-        return self.contestant.precision, self.contestant.spread == ONE_CORE
+    def group(self) -> tuple[str, str, bool]:
+        """Those it can fairly be compared with: device, precision, one core or all."""
+        c = self.contestant
+        return c.device, c.precision, c.spread == ONE_CORE
 
     @property
     def peak(self) -> int:
@@ -66,6 +67,7 @@ class Table:
     """All contestants in order, those that ran and those that did not.
 
     results   by name;  reasons  why the others did not run, by name
+    judged    whether all began with the same weights, so that losses must agree
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class Table:
         contestants: Sequence[Contestant],
         results: Mapping[str, Result],
         reasons: Mapping[str, str],
+        *,
+        judged: bool = True,
     ) -> None:
         self.contestants, self.results = contestants, results
-        self.reasons = reasons
+        self.reasons, self.judged = reasons, judged
         self.deviations = {name: self._deviation(r) for name, r in results.items()}
 
     @property
@@ -84,7 +88,7 @@ class Table:
         return [
             name
             for name, deviation in self.deviations.items()
-            if not deviation <= self._tolerance(self.results[name])
+            if self.judged and not deviation <= self._tolerance(self.results[name])
         ]
 
     def to_reference(self, r: Result) -> float | None:

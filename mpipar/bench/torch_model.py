@@ -127,8 +127,13 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def load(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
-    """Give the model mpipar's weights, with joined projections."""
+    """Give the model mpipar's weights, with joined projections; without any, matrices
+    are drawn from N(0, 0.02²)."""
     for name, p in model.named_parameters():
+        if not weights:
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+            continue
         module, _, kind = name.rpartition(".")
         is_gain = module.rpartition(".")[2].startswith("norm") and kind == "weight"
         with torch.no_grad():

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     modes = ("eager", *MODES, *PIPELINES)
     parser.add_argument("--mode", choices=modes, default="eager")
     parser.add_argument("--micro-batches", type=int, default=1)
@@ -34,6 +35,8 @@ def main() -> None:
             dist.init_process_group(
                 "gloo", meet, rank=args.rank, world_size=args.processes
             )
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
         facts = {"torch": torch.__version__, "numpy": np.__version__}
         turns.serve(_make_step(args), facts | {"threads": torch.get_num_threads()})
     if args.processes > 1:
@@ -49,19 +52,21 @@ def _make_step(args: argparse.Namespace) -> Callable[[], float]:
         return pipeline_step(work, schedule, args.micro_batches)
     shards = args.processes if args.mode == "tp" else 1
     work = read_work(args.folder, shards)
-    model = Transformer(work.recipe["model"], shards)
+    with torch.device(args.device):
+        model = Transformer(work.recipe["model"], shards)
     load(model, work.weights)
     run = MODES[args.mode](model) if args.mode in MODES else model
     # Wrapping may have replaced the parameters.
     groups = by_kind(model.parameters())
     adam = make_adam(groups, work.recipe["optimizer"])
     ids, labels = (
-        torch.from_numpy(_own_rows(batch, args)) for batch in (work.ids, work.labels)
+        torch.from_numpy(_own_rows(batch, args)).to(args.device)
+        for batch in (work.ids, work.labels)
     )
     clip, bf16 = work.recipe["train"]["clip"], args.precision == "bf16"
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(args.device, torch.bfloat16, enabled=bf16):
             loss = run(ids, labels)
         loss.backward()
         if clip:
@@ -118,8 +123,17 @@ def _tp(model: nn.Module) -> nn.Module:
     return model
 
 
+def _blocks(model: nn.Module) -> nn.Module:
+    """All blocks run the code that is compiled once for the first of them."""
+    for block in model.blocks:
+        block.compile()
+    model.head.compile()
+    return model
+
+
 MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": torch.compile,
+    "blocks": _blocks,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "tp": _tp,

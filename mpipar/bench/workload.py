@@ -10,6 +10,8 @@ from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine import open_engine
 from mpipar.errors import ConfigError
+from mpipar.grid import serial_grid
+from mpipar.models import build_model
 from mpipar.ops import Ops
 
 # A step then costs and computes the same whenever it is made.
@@ -46,6 +48,19 @@ def random_batch(recipe: Recipe) -> np.ndarray:
     """Tokens and labels of a step, the same in every process.   (2, batch, context)"""
     shape = (2, recipe.train.global_batch, recipe.model.context)
     return np.random.default_rng(0).integers(0, recipe.model.vocab, shape)
+
+
+def weight_count(recipe: Recipe) -> int:
+    """Elements of the whole model; nothing is allocated."""
+    model = build_model(
+        recipe.model,
+        ops=Ops(),
+        tp=serial_grid().tp,
+        sequence=False,
+        experts=recipe.experts,
+    )
+    # A tied weight has an owner among those that name it.
+    return sum(math.prod(p.shape) for p in model.parameters() if p.owner or not p.tied)
 
 
 def check_vocabulary(recipe: Recipe) -> None:

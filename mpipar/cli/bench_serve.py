@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
 
         grid, ops = open_grid(recipe, world)
         with grid:
-            if ops.precision == "bf16" and (reason := bf16_obstacle()):
+            slow = ops.precision == "bf16" and ops.on_host
+            if slow and (reason := bf16_obstacle()):
                 raise DeviceError(reason)
             threads = int(os.environ["OMP_NUM_THREADS"])
             facts = {"mpi": mpi_library(), "numpy": np.__version__, "threads": threads}

@@ -16,7 +16,7 @@ from launcher import Job, environment, run_job
 
 from mpipar.bench import clock, peers
 from mpipar.bench.clock import CATEGORIES, OTHER, OpsClock, category
-from mpipar.bench.contestants import CONTESTANTS, NAMES, Match, chosen
+from mpipar.bench.contestants import CONTESTANTS, NAMES, Match, chosen, names_on
 from mpipar.bench.peers import CHANGES, run_peers
 from mpipar.bench.step import COMMUNICATION, PYTHON, WAITING, Profile, summarize
 from mpipar.bench.table import Result, Table
@@ -32,7 +32,7 @@ NO_PYTHON = "/nowhere/python"
 def ran(name: str, ms: float, losses: list[float] | None = None) -> Result:
     memory = {"start_peak": 2 << 20, "steps_peak": 3 << 20, "proportional": 1 << 20}
     seconds = [ms / 1e3, 9.0, ms / 1e3]
-    return Result(chosen([name])[0], seconds, losses or LOSSES, 4000, memory, {})
+    return Result(chosen([name])[0], seconds, losses or [*LOSSES], 4000, memory, {})
 
 
 def table(*results: Result, reasons: dict[str, str] | None = None) -> Table:
@@ -140,6 +140,24 @@ def test_pipelines_make_a_batch_in_as_many_parts(tmp_path: Path) -> None:
         assert [words[-1] for words in both] == ["--rank=0", "--rank=1"]
     whole = match.commands(chosen(["mpipar-dp"])[0], tmp_path)[0]
     assert [w for w in whole if "micro_batch" in w] == ["train.micro_batch=0"]
+
+
+def test_a_gpu_is_used_where_the_recipe_names_it(tmp_path: Path) -> None:
+    assert set(names_on("auto")) | set(names_on("cuda")) == set(NAMES)
+    match = Match("tiny", CHANGES, tmp_path, (4, 5), "python-with-torch", 8)
+    for name in names_on("cuda"):
+        (words,) = match.commands(chosen([name])[0], tmp_path)
+        assert {"train.device=cuda", "--device=cuda"} & set(words)
+        assert "train.device=cpu" not in words and "-n" not in words
+    found = table(ran("torch-bf16", 10), ran("torch-cuda", 4), ran("mpipar-cuda", 2))
+    assert found.to_best(found.results["mpipar-cuda"]) == 2.0
+
+
+def test_weights_that_are_not_shared_are_not_judged() -> None:
+    results = {"torch-cuda": ran("torch-cuda", 4), "mpipar-cuda": ran("mpipar-cuda", 2)}
+    results["mpipar-cuda"].losses[:] = [9.0] * 4
+    assert Table(chosen(results), results, {}).disagreeing == ["mpipar-cuda"]
+    assert Table(chosen(results), results, {}, judged=False).disagreeing == []
 
 
 def test_a_batch_that_cannot_be_cut_is_told(tmp_path: Path) -> None:
