@@ -175,6 +175,7 @@ def _compare_tensors(
     # A rank with fewer units than others has nothing at the end.
     for _ in range(int(grid.world.all_reduce(np.array([state.count]), "max")[0])):
         gathered |= global_arrays(next(units, []), select, grid, layout.ops.dtype)
+    units.close()
     if serial is None:
         return
     exact = {p.name: select(p) for p in serial[0].state.parameters}

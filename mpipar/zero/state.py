@@ -286,9 +286,11 @@ class TrainingState(UnitHooks):
         before = [p.grad for p in unit.parameters]
         whole = self._whole(self.gradients.own(index))
         unit.bind_gradients(self.flat.ops.wide(whole))
-        yield unit
-        for p, grad in zip(unit.parameters, before, strict=True):
-            p.grad = grad
+        try:
+            yield unit
+        finally:
+            for p, grad in zip(unit.parameters, before, strict=True):
+                p.grad = grad
 
     def _whole(self, own: Array) -> Array:
         return self.shard.all_gather(own) if self.shard else own
@@ -299,8 +301,10 @@ class TrainingState(UnitHooks):
         unit, own = self.flat.units[index], self.masters.own(index)
         before = [p.data for p in unit.parameters]
         unit.bind_values(whole)
-        yield
-        for p, data in zip(unit.parameters, before, strict=True):
-            p.data = data
+        try:
+            yield
+        finally:
+            for p, data in zip(unit.parameters, before, strict=True):
+                p.data = data
         own[...] = cut(whole, self.shard) if self.shard else whole
         self.values.set(index, whole)

@@ -96,6 +96,15 @@ def test_verify_names_the_first_difference(
         assert verdict["passed"] is False
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.mpi(2)
+def test_verify_agrees_where_states_are_sharded(comm, tmp_path, stage):
+    """Gradients that were looked at are those that the next step adds to."""
+    source = f"data.source={write_tokens(comm, tmp_path)}"
+    recipe = make_recipe(2, source, f"parallel.zero={stage}")
+    assert run_verification(recipe, comm, steps=3) is True
+
+
 @pytest.mark.mpi(2)
 def test_verify_tells_of_a_loss_that_is_no_number(comm, tmp_path, monkeypatch):
     recipe = make_recipe(2, f"data.source={write_tokens(comm, tmp_path)}")
