@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.layers.base import Branch, Step
-from mpipar.layers.context import Core, Heads, LocalCore
+from mpipar.layers.context import Core, Dropout, Heads, LocalCore
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Parameter, cut
 from mpipar.layers.rope import Rope
@@ -21,6 +21,7 @@ from mpipar.layers.tensor.one_d import (
     even_output,
 )
 from mpipar.ops import Ops
+from mpipar.ops.attention import Draws
 from mpipar.ops.philox import stream_key
 
 Array = Any
@@ -183,32 +184,19 @@ class CausalSelfAttention(Branch):
         fused = qkv.reshape(*qkv.shape[:2], n + 2 * g, h)
         return fused[:, :, :n], fused[:, :, n : n + g], fused[:, :, n + g :]
 
-    def _dropout(self, step: Step) -> Any:
-        """Factors of a tile of probabilities, by global head and position."""
+    def _dropout(self, step: Step) -> Dropout:
+        """What is dropped of the probabilities, by global head and position."""
         if not self.dropout or not step.training:
-            return lambda queries, keys, head: None
+            return lambda queries, keys, first: None
 
-        def tiles(queries: np.ndarray, keys: np.ndarray, first_head: int) -> Any:
-            first_head += self.first_head
+        def draws(queries: np.ndarray, keys: np.ndarray, first: int) -> Draws:
+            streams = tuple(
+                stream_key(step.seed, f"{self.name}.{head}")
+                for head in range(self.first_head + first, self.first_head + self.heads)
+            )
+            return Draws(
+                self.dropout, streams, step.samples, step.number, queries, keys,
+                self.ops,
+            )  # fmt: skip
 
-            def tile(bs: slice, heads: slice, rows: slice, cols: slice) -> Array:
-                sample = step.samples[bs][:, None]
-                position = self.ops.asarray(queries[rows])[None, :]
-                # Drawn for all positions from the first key to the last
-                seen = keys[cols]
-                start, width = int(seen[0]), int(seen[-1] - seen[0]) + 1
-                factors = [
-                    self.ops.dropout_scale(
-                        self.dropout,
-                        width,
-                        (position, sample, step.number),
-                        stream_key(step.seed, f"{self.name}.{head}"),
-                        start=start,
-                    )[..., seen - start]
-                    for head in range(first_head + heads.start, first_head + heads.stop)
-                ]
-                return self.ops.xp.stack(factors, axis=1)
-
-            return tile
-
-        return tiles
+        return draws

@@ -8,6 +8,7 @@ backward pass rebuilds each probability tile from the saved log-sum-exp.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,40 @@ KEY_TILE = 512
 # Bytes of scores worked on at a time, so that a few such arrays stay in the L2 cache.
 TILE_BYTES = 1 << 18
 
-# (sequences, query heads, queries, keys) as slices -> dropout factors of that tile
-DropoutTile = Callable[[slice, slice, slice, slice], Array]
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Which probabilities are dropped: element (sequence, head, query, key) is element
+    (r, key position) of `Ops.dropout_scale` with the head's stream and the row counter
+    (query position, sample, step).
+
+    streams   the two key words of each query head (`philox.stream_key`)
+    samples   (b,) sample numbers, on the device;  number  of the step
+    queries, keys   positions, on the host
+    ops       whose `dropout_scale` draws them
+    """
+
+    rate: float
+    streams: tuple[tuple[int, int], ...]
+    samples: Array
+    number: int
+    queries: np.ndarray
+    keys: np.ndarray
+    ops: Any
+
+    def __call__(self, sequences: slice, heads: slice, rows: slice, cols: slice) -> Any:
+        """Factors of a tile.   →  (sequences, heads, rows, cols)"""
+        sample = self.samples[sequences][:, None]
+        where = self.ops.asarray(self.queries[rows])[None, :], sample, self.number
+        # Drawn for all positions from the first key to the last
+        seen = self.keys[cols]
+        start, width = int(seen[0]), int(seen[-1] - seen[0]) + 1
+        draw, seen = self.ops.dropout_scale, seen - start
+        factors = [
+            draw(self.rate, width, where, stream, start=start)[..., seen]
+            for stream in self.streams[heads]
+        ]
+        return self.ops.xp.stack(factors, axis=1)
 
 
 class AttentionOps:
@@ -46,7 +79,7 @@ class AttentionOps:
         *,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
         part: bool = False,
     ) -> tuple[Array, Array]:
         """o = softmax(scale · q kᵀ + mask) v, and its log-sum-exp; 0 and −inf for a
@@ -119,7 +152,7 @@ class AttentionOps:
         dv: Array,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
     ) -> None:
         """Adds to dq, dk, dv the gradients of o = softmax(scale · q kᵀ + mask) v.
 
@@ -231,7 +264,7 @@ def _over_group(weights: Array, rows: Array, xp: Any) -> Array:
 
 
 def _dropout_tile(
-    dropout: DropoutTile,
+    dropout: Draws,
     block: tuple[slice, slice],
     queries: Array,
     rows: slice,

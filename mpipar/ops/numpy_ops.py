@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops import blas
-from mpipar.ops.attention import DropoutTile
+from mpipar.ops.attention import Draws
 from mpipar.ops.blas import gemm_address
 from mpipar.ops.kernels import (
     attention,
@@ -232,7 +232,7 @@ class NumpyOps(RowKernelOps):
         *,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
         part: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         if dropout is not None or not self._rows_for_blas(q, k, v):
@@ -280,7 +280,7 @@ class NumpyOps(RowKernelOps):
         dv: np.ndarray,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
     ) -> None:
         if dropout is not None or not self._rows_for_blas(q, k, v, dq, dk, dv):
             super().attention_bwd(

@@ -30,12 +30,14 @@ ALSO = {"square_sum": {"x"}, "linear_db": {"dy"}}
 
 def on_cpu(precision: str, *, backwards: bool = False, edit: tuple = ()) -> CudaOps:
     """CUDA ops run by the shim; `edit` replaces a piece of programs."""
-    programs = {source(program): every_name(program) for program in PROGRAMS}
+    # Of big programs, only what is asked for is compiled.
+    programs = {source(name): every_name(name) for name in PROGRAMS if name != "flash"}
 
     def compile_program(text, names):
         if edit and edit[0] in text:
             return Module(library(text.replace(*edit), names), names, backwards)
-        return Module(library(text, programs[text]), programs[text], backwards)
+        names = programs.get(text, names)
+        return Module(library(text, names), names, backwards)
 
     dtype, half = PRECISIONS[precision]
     return CudaOps(np, compile_program, dtype, half)

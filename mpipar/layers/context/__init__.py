@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpipar.layers.context.core import Core, Heads, LocalCore
+from mpipar.layers.context.core import Core, Dropout, Heads, LocalCore
 from mpipar.layers.context.cut import LAYOUTS, Cut, held_positions
 from mpipar.layers.context.gathered import GatheredCore
 from mpipar.layers.context.ring import RingCore
@@ -13,6 +13,7 @@ __all__ = [
     "LAYOUTS",
     "Core",
     "Cut",
+    "Dropout",
     "Heads",
     "LocalCore",
     "held_positions",

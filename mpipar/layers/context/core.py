@@ -9,12 +9,12 @@ import numpy as np
 from mpipar.layers.base import Step
 from mpipar.layers.cost import Cost
 from mpipar.ops import Ops
-from mpipar.ops.attention import DropoutTile
+from mpipar.ops.attention import Draws
 from mpipar.ops.spans import spans_between
 
 Array = Any
-# (positions of queries, positions of keys, first head) → dropout factors of a tile
-Dropout = Callable[[np.ndarray, np.ndarray, int], DropoutTile | None]
+# (positions of queries, positions of keys, first head) → what is dropped
+Dropout = Callable[[np.ndarray, np.ndarray, int], Draws | None]
 
 
 @dataclass(frozen=True)

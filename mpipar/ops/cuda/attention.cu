@@ -3,7 +3,8 @@
 // head i reads head i / group. Query i sees keys [begin[i], end[i]); spans of sequence
 // b lie b · span_step items on. A warp works on one row, a lane on one of 32 others.
 
-const int ROWS = 8, LANES = 32;  // rows of a block, one a warp; rows of a tile
+// Rows of a block, one a warp; rows of a tile; keys whose queries are known together
+const int ROWS = 8, LANES = 32, REACHED = 64;
 
 // tile[row] = x[first + row], 0 from `last` on; rows of h items lie h + 1 apart.
 template <class C>
@@ -32,7 +33,7 @@ __device__ void add_weighted(C* sum, C weight, const C* tile, int h) {
 }
 
 // The keys that any query of [first, first + ROWS) sees lie in [low, high).
-__device__ inline void reach(const int64* begin, const int64* end, int first, int s,
+__device__ inline void reach(const int* begin, const int* end, int first, int s,
                              int64& low, int64& high) {
     low = high = 0;
     for (int row = first; row < s && row < first + ROWS; ++row) {
@@ -47,10 +48,10 @@ __device__ inline void reach(const int64* begin, const int64* end, int first, in
 // 2·ROWS·h items.
 template <class C, class O>
 __global__ void attention_fwd(int h, const C* q, const C* k, const C* v, O* o, C* lse,
-                              const int64* begin, const int64* end, int64 span_step,
+                              const int* begin, const int* end, int64 span_step,
                               int s, int group, C scale, int64 qb, int64 qs, int64 qn,
                               int64 kb, int64 ks, int64 kn, int64 vb, int64 vs,
-                              int64 vn) {
+                              int64 vn, DRAWN(C)) {
     DYNAMIC_SHARED(C, keys);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int first = blockIdx.x * ROWS, row = first + warp;
@@ -61,6 +62,7 @@ __global__ void attention_fwd(int h, const C* q, const C* k, const C* v, O* o, C
     begin += batch * span_step, end += batch * span_step;
     k += batch * kb + head / group * kn, v += batch * vb + head / group * vn;
     const bool there = row < s;
+    DRAWS_OF(C, head, batch);
     for (int i = lane; i < h; i += LANES) {
         query[i] = there ? q[batch * qb + row * qs + head * qn + i] * scale : C(0);
         sum[i] = 0;
@@ -80,7 +82,8 @@ __global__ void attention_fwd(int h, const C* q, const C* k, const C* v, O* o, C
         const C level = Max::join(peak, warp_reduce<Max>(score));
         const C p = seen ? exp(score - level) : C(0), shrink = exp(peak - level);
         for (int i = lane; i < h; i += LANES) sum[i] *= shrink;
-        add_weighted(sum, p, values, h);
+        add_weighted(sum, draws.some && seen ? p * draws.factor(row, key) : p, values,
+                     h);
         total = total * shrink + warp_reduce<Add>(p);
         peak = level;
     }
@@ -98,11 +101,11 @@ __global__ void attention_fwd(int h, const C* q, const C* k, const C* v, O* o, C
 template <class C, class O>
 __global__ void attention_bwd_q(int h, const C* dout, const C* q, const C* k,
                                 const C* v, const O* o, const C* lse, C* delta, C* dq,
-                                const int64* begin, const int64* end,
-                                const int64* count, int64 span_step, int s, int group,
+                                const int* begin, const int* end,
+                                const int* count, int64 span_step, int s, int group,
                                 C scale, int64 qb, int64 qs, int64 qn, int64 kb,
                                 int64 ks, int64 kn, int64 vb, int64 vs, int64 vn,
-                                int64 dqb, int64 dqs, int64 dqn) {
+                                int64 dqb, int64 dqs, int64 dqn, DRAWN(C)) {
     DYNAMIC_SHARED(C, keys);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int first = blockIdx.x * ROWS, row = first + warp;
@@ -114,6 +117,7 @@ __global__ void attention_bwd_q(int h, const C* dout, const C* q, const C* k,
     begin += batch * span_step, end += batch * span_step, count += batch * span_step;
     k += batch * kb + head / group * kn, v += batch * vb + head / group * vn;
     const bool there = row < s;
+    DRAWS_OF(C, head, batch);
     C own = 0;
     for (int i = lane; i < h; i += LANES) {
         const int64 at = ((batch * s + row) * n + head) * h + i;
@@ -137,9 +141,11 @@ __global__ void attention_bwd_q(int h, const C* dout, const C* q, const C* k,
         const bool moves = there && key >= begin[row] && key < end[row] &&
                            count[row] != 1;
         C ds = 0;
-        if (moves)
+        if (moves) {
+            const C kept = draws.some ? draws.factor(row, key) : C(1);
             ds = exp(dot(query, keys + lane * (h + 1), h) - lse[place]) *
-                 (dot(grad, values + lane * (h + 1), h) - own);
+                 (kept * dot(grad, values + lane * (h + 1), h) - own);
+        }
         add_weighted(sum, ds, keys, h);
     }
     if (!there) return;
@@ -147,17 +153,19 @@ __global__ void attention_bwd_q(int h, const C* dout, const C* q, const C* k,
         dq[batch * dqb + row * dqs + head * dqn + i] += scale * sum[i];
 }
 
-// dk += scale · dSᵀ q and dv += Pᵀ do, over the query heads that read this head. Grid
-// (t / ROWS, g, b); shared: 2·LANES·(h + 1) + 4·ROWS·h items.
+// dk += scale · dSᵀ q and dv += Pᵀ do, over the query heads that read this head; the
+// queries that see these keys are `key_reach`'s. Grid (t / ROWS, g, b); shared:
+// 2·LANES·(h + 1) + 4·ROWS·h items.
 template <class C>
 __global__ void attention_bwd_kv(int h, const C* dout, const C* q, const C* k,
                                  const C* v, const C* lse, const C* delta, C* dk, C* dv,
-                                 const int64* begin, const int64* end,
-                                 const int64* count, int64 span_step, int s, int t,
+                                 const int* begin, const int* end,
+                                 const int* count, int64 span_step, const int* from,
+                                 const int* to, int64 reach_step, int s, int t,
                                  int group, C scale, int64 qb, int64 qs, int64 qn,
                                  int64 kb, int64 ks, int64 kn, int64 vb, int64 vs,
                                  int64 vn, int64 dkb, int64 dks, int64 dkn, int64 dvb,
-                                 int64 dvs, int64 dvn) {
+                                 int64 dvs, int64 dvn, DRAWN(C)) {
     DYNAMIC_SHARED(C, queries);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int key = blockIdx.x * ROWS + warp, head = blockIdx.y;
@@ -167,6 +175,7 @@ __global__ void attention_bwd_kv(int h, const C* dout, const C* q, const C* k,
     C *own = grads + LANES * (h + 1) + warp * 4 * h, *value = own + h;
     C *dkey = value + h, *dvalue = dkey + h;
     begin += batch * span_step, end += batch * span_step, count += batch * span_step;
+    const int64 reached = batch * reach_step + blockIdx.x * ROWS / REACHED;
     const bool there = key < t;
     for (int i = lane; i < h; i += LANES) {
         own[i] = there ? k[batch * kb + key * ks + head * kn + i] * scale : C(0);
@@ -174,7 +183,8 @@ __global__ void attention_bwd_kv(int h, const C* dout, const C* q, const C* k,
         dkey[i] = dvalue[i] = 0;
     }
     for (int of = head * group; of < (head + 1) * group; ++of) {
-        for (int at = 0; at < s; at += LANES) {
+        DRAWS_OF(C, of, batch);
+        for (int at = from[reached]; at < to[reached]; at += LANES) {
             __syncthreads();  // until all have done with the tiles before
             load_tile(queries, q + batch * qb + of * qn, at, s, qs, h);
             load_tile(grads, dout + (batch * s * n + of) * h, at, s, int64(n) * h, h);
@@ -185,8 +195,11 @@ __global__ void attention_bwd_kv(int h, const C* dout, const C* q, const C* k,
             C p = 0, ds = 0;
             if (seen) {
                 p = exp(dot(own, queries + lane * (h + 1), h) - lse[place]);
+                const C kept = draws.some ? draws.factor(row, key) : C(1);
                 if (count[row] != 1)
-                    ds = p * (dot(value, grads + lane * (h + 1), h) - delta[place]);
+                    ds = p * (kept * dot(value, grads + lane * (h + 1), h) -
+                              delta[place]);
+                p *= kept;
             }
             add_weighted(dkey, ds, queries, h);
             add_weighted(dvalue, p, grads, h);
@@ -197,4 +210,42 @@ __global__ void attention_bwd_kv(int h, const C* dout, const C* q, const C* k,
         dk[batch * dkb + key * dks + head * dkn + i] += scale * dkey[i];
         dv[batch * dvb + key * dvs + head * dvn + i] += dvalue[i];
     }
+}
+
+// Queries [first, last) see any of each KEYS keys; 0 and 0 where none does. begin, end
+// (b or 1, s), first, last (b or 1, tiles); grid (tiles, b or 1).
+template <int KEYS>
+__global__ void key_reach(int s, const int* begin, const int* end, int* first,
+                          int* last) {
+    const int low = blockIdx.x * KEYS, high = low + KEYS;
+    begin += int64(blockIdx.y) * s, end += int64(blockIdx.y) * s;
+    int least = s, most = 0;
+    for (int row = threadIdx.x; row < s; row += blockDim.x) {
+        if (begin[row] >= high || end[row] <= low || begin[row] >= end[row]) continue;
+        if (row < least) least = row;
+        most = row + 1;
+    }
+    least = -block_reduce<Max>(-least), most = block_reduce<Max>(most);
+    if (threadIdx.x > 0) return;
+    first[int64(blockIdx.y) * gridDim.x + blockIdx.x] = most > 0 ? least : 0;
+    last[int64(blockIdx.y) * gridDim.x + blockIdx.x] = most;
+}
+
+// o, lse ← attention over the keys of both; part, level are those of others. Where
+// neither saw a key, o stays 0 and lse −∞. One block a place and head of o.
+template <class C>
+__global__ void attention_merge(int h, C* o, C* lse, const C* part, const C* level,
+                                int s, int n) {
+    const int64 at = blockIdx.x, row = at / n;
+    const int64 place = (row / s * n + at % n) * s + row % s;
+    const C a = lse[place], b = level[place], most = Max::join(a, b);
+    const C top = most < C(-3e38) ? C(0) : most;
+    const C mine = exp(a - top), other = exp(b - top), total = mine + other;
+    const C share = total == 0 ? C(0) : 1 / total;
+    __syncthreads();  // until all have read lse
+    for (int i = threadIdx.x; i < h; i += blockDim.x) {
+        const int64 item = at * h + i;
+        o[item] = o[item] * (mine * share) + part[item] * (other * share);
+    }
+    if (threadIdx.x == 0) lse[place] = top + log(total);
 }

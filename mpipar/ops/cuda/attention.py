@@ -1,19 +1,37 @@
 """Attention by CUDA kernels."""
 
+import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpipar.ops.attention import DropoutTile
+from mpipar.ops.attention import Draws
 from mpipar.ops.cuda.arrays import CudaArrayOps
-from mpipar.ops.cuda.launch import ATTENTION_ROWS, WARP
+from mpipar.ops.cuda.kept import DeviceSpans, Kept, device_spans
+from mpipar.ops.cuda.launch import (
+    ATTENTION_ROWS,
+    FLASH_ROWS,
+    FLASH_SHORT,
+    FLASH_TILE,
+    WARP,
+)
+from mpipar.ops.half import is_half
 
 Array = Any
 
+# Widths of heads that kernels with tensor cores are made for; others are padded
+FLASH_WIDTHS = (64, 96, 128)
+PACK = 8  # 16-bit items that are moved at once: 16 bytes
+
 
 class CudaAttentionOps(CudaArrayOps):
-    """Attention of `Ops` by kernels in the compute type; with dropout factors, it is
-    the reference's array operations."""
+    """Attention of `Ops` by kernels: of 16-bit heads by tensor cores, with sums in
+    float32, where their width is a multiple of 8 up to 128; else in the compute type.
+
+    Gradients are added to arrays of the compute type, and written over those of the
+    operand type in mixed precision.
+    """
 
     def attention_fwd(
         self,
@@ -23,21 +41,27 @@ class CudaAttentionOps(CudaArrayOps):
         *,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
         part: bool = False,
     ) -> tuple[Array, Array]:
-        if dropout is not None:
-            return super().attention_fwd(
-                q, k, v, scale=scale, spans=spans, dropout=dropout, part=part
-            )
         b, s, n, h = q.shape
-        o = self.empty(q.shape) if part else self.empty_operand(q.shape)
-        lse = self.empty((b, n, s))
-        begin, end, _, step = self._spans(spans)
+        o = self.zeros(q.shape) if part else self.empty_operand(q.shape)
+        lse, on = self.empty((b, n, s)), self._spans(spans)
+        if width := self._flash_width(h):
+            q, k, v = (self._packed(x) for x in (q, k, v))
+            kept = (FLASH_ROWS + 2 * FLASH_TILE) * (width + PACK)
+            self.launch.by_tiles(
+                "flash_fwd", [self.operand_dtype, width], (s, n, b), kept,
+                h, q, k, v, *self._sides(o), lse, on.begin, on.end, on.step, s,
+                n // k.shape[2], float(scale), *_steps(q, k, v),
+                *self._drawn(dropout),
+            )  # fmt: skip
+            return o, lse
+        q, k, v = (self._of_compute(x) for x in (q, k, v))
         self.launch.by_warps(
-            "attention_fwd", [self.dtype, o.dtype], (s, n, b), self._kept(2, h),
-            h, q, k, v, o, lse, begin, end, step, s, n // k.shape[2], float(scale),
-            *self._steps(q, k, v),
+            "attention_fwd", [self.dtype, o.dtype], (s, n, b), _kept(2, h),
+            h, q, k, v, o, lse, on.begin, on.end, on.step, s, n // k.shape[2],
+            float(scale), *_steps(q, k, v), *self._drawn(dropout),
         )  # fmt: skip
         return o, lse
 
@@ -55,48 +79,166 @@ class CudaAttentionOps(CudaArrayOps):
         dv: Array,
         scale: float,
         spans: np.ndarray,
-        dropout: DropoutTile | None = None,
+        dropout: Draws | None = None,
     ) -> None:
-        if dropout is not None:
-            super().attention_bwd(
-                do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, scale=scale, spans=spans,
-                dropout=dropout,
-            )  # fmt: skip
+        on, drawn = self._spans(spans), self._drawn(dropout)
+        if width := self._flash_width(q.shape[3]):
+            do, o = (self._packed(self._solid(x)) for x in (do, o))
+            q, k, v = (self._packed(x) for x in (q, k, v))
+            self._flash_bwd(
+                width, do, q, k, v, o, lse, dq, dk, dv, float(scale), on, drawn
+            )
             return
+        do, q, k, v = (self._of_compute(x) for x in (do, q, k, v))
+        grads = [
+            self.zeros(x.shape) if self.is_mixed and is_half(x.dtype) else x
+            for x in (dq, dk, dv)
+        ]
+        self._plain_bwd(do, q, k, v, o, lse, *grads, float(scale), on, drawn)
+        for grad, x in zip(grads, (dq, dk, dv), strict=True):
+            if grad is not x:
+                self.store(grad, x)
+
+    def _plain_bwd(
+        self,
+        do: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        scale: float,
+        on: DeviceSpans,
+        drawn: list,
+    ) -> None:
         (b, s, n, h), (_, t, g, _) = q.shape, k.shape
-        do, o, lse = (self.xp.ascontiguousarray(x) for x in (do, o, lse))
-        delta = self.empty(lse.shape)
-        spans, scale = self._spans(spans), float(scale)
+        do, o = (self._solid(x) for x in (do, o))
+        delta, of = self.empty(lse.shape), (on.begin, on.end, on.count, on.step)
         self.launch.by_warps(
-            "attention_bwd_q", [self.dtype, o.dtype], (s, n, b), self._kept(3, h),
-            h, do, q, k, v, o, lse, delta, dq, *spans, s, n // g, scale,
-            *self._steps(q, k, v, dq),
+            "attention_bwd_q", [self.dtype, o.dtype], (s, n, b), _kept(3, h),
+            h, do, q, k, v, o, lse, delta, dq, *of, s, n // g, scale,
+            *_steps(q, k, v, dq), *drawn,
         )  # fmt: skip
         self.launch.by_warps(
-            "attention_bwd_kv", [self.dtype], (t, g, b), self._kept(4, h),
-            h, do, q, k, v, lse, delta, dk, dv, *spans, s, t, n // g, scale,
-            *self._steps(q, k, v, dk, dv),
+            "attention_bwd_kv", [self.dtype], (t, g, b), _kept(4, h),
+            h, do, q, k, v, lse, delta, dk, dv, *of, *self._key_reach(on, t), s, t,
+            n // g, scale, *_steps(q, k, v, dk, dv), *drawn,
         )  # fmt: skip
 
-    def _kept(self, rows: int, h: int) -> int:
-        """Items of two tiles, and of so many rows of each warp."""
-        return 2 * WARP * (h + 1) + rows * ATTENTION_ROWS * h
+    def _flash_bwd(
+        self,
+        width: int,
+        do: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        scale: float,
+        on: DeviceSpans,
+        drawn: list,
+    ) -> None:
+        (b, s, n, h), (_, t, g, _) = q.shape, k.shape
+        delta, of = self.empty(lse.shape), (on.begin, on.end, on.count, on.step)
+        types, kept = [self.operand_dtype, width], 2 * (FLASH_ROWS + FLASH_SHORT)
+        kept *= width + PACK
+        self.launch.by_tiles(
+            "flash_bwd_q", types, (s, n, b), kept,
+            h, do, q, k, v, o, lse, delta, *self._sides(dq), *of, s, n // g, scale,
+            *_steps(q, k, v, dq), *drawn,
+        )  # fmt: skip
+        key, value = self._sides(dk), self._sides(dv)
+        self.launch.by_tiles(
+            "flash_bwd_kv", types, (t, g, b), kept,
+            h, do, q, k, v, lse, delta, key[0], value[0], key[1], value[1], *of,
+            *self._key_reach(on, t), s, t, n // g, scale,
+            *_steps(q, k, v, dk, dv), *drawn,
+        )  # fmt: skip
 
-    def _spans(self, spans: np.ndarray) -> tuple[Array, Array, Array, np.int64]:
-        """Begins, ends and counts on the device, and items from a sequence's to the
-        next one's."""
-        begin, end, count = self.xp.asarray(np.ascontiguousarray(spans, np.int64))
-        step = begin.shape[1] if len(begin) > 1 else 0
-        return begin, end, count, np.int64(step)
+    def attention_merge(self, o: Array, lse: Array, part: Array, level: Array) -> None:
+        b, s, n, h = o.shape
+        self.launch.by_row(
+            "attention_merge", [self.dtype], b * s * n, h,
+            self._in_place(o), self._in_place(lse), self._compute(part),
+            self._compute(level), s, n,
+        )  # fmt: skip
 
-    def _steps(self, *heads: Array) -> list[np.int64]:
-        """Items from one sequence, place and head to the next, of each array.
+    # --- arguments --------------------------------------------------------------------
 
-        Raises TypeError for another type than the compute type, ValueError where the
-        items of a head have gaps.
-        """
-        if any(x.dtype != self.dtype for x in heads):
+    def _flash_width(self, h: int) -> int | None:
+        """Which width of heads a kernel with tensor cores has for these, if any."""
+        if not self.is_mixed or h % PACK:
+            return None
+        return next((width for width in FLASH_WIDTHS if h <= width), None)
+
+    def _packed(self, x: Array) -> Array:
+        """x in the operand type, each head at a multiple of 16 bytes; a copy only where
+        that is not so."""
+        x = self.operand(x)
+        even = all(step % (PACK * x.itemsize) == 0 for step in x.strides[:3])
+        at = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+        solid = x.strides[3] == x.itemsize or x.shape[3] == 1
+        return x if even and solid and at % 16 == 0 else x.copy(order="C")
+
+    def _of_compute(self, x: Array) -> Array:
+        """Heads in the compute type, by strides. Raises TypeError for a third type."""
+        x = self.wide(x)
+        if x.dtype != self.dtype:
             raise TypeError(f"heads are to be of {self.dtype}")
-        if any(x.shape[-1] > 1 and x.strides[-1] != x.itemsize for x in heads):
-            raise ValueError("the items of a head have gaps")
-        return [np.int64(step // x.itemsize) for x in heads for step in x.strides[:3]]
+        return x
+
+    def _sides(self, x: Array) -> tuple[Array | None, Array | None]:
+        """x where 16-bit items go, and where sums do; None for the other."""
+        return (x, None) if x.dtype == self.operand_dtype else (None, x)
+
+    def _spans(self, spans: np.ndarray) -> DeviceSpans:
+        if not hasattr(self, "_kept_spans"):
+            self._kept_spans = Kept(partial(device_spans, self.xp))
+        return self._kept_spans(spans)
+
+    def _key_reach(self, on: DeviceSpans, keys: int) -> tuple[Array, Array, np.int64]:
+        if keys not in on.reaches:
+            shape = len(on.begin), -(-keys // FLASH_ROWS)
+            first, last = (self.xp.empty(shape, np.int32) for _ in range(2))
+            self.launch.key_reach(on.begin, on.end, first, last)
+            on.reaches[keys] = first, last, np.int64(shape[1] if on.step else 0)
+        return on.reaches[keys]
+
+    def _drawn(self, dropout: Draws | None) -> list:
+        """What kernels need to draw factors."""
+        if dropout is None:
+            return [None] * 4 + [np.uint32(0)] * 2 + [0.0]
+        if not hasattr(self, "_kept_draws"):
+            self._kept_draws = Kept(self.xp.asarray)
+        kept, low = self._kept_draws, 0xFFFFFFFF
+        # Positions, like all of a counter's words, by their lower 32 bits
+        rows, columns = (
+            kept((x & low).astype(np.uint32)) for x in (dropout.queries, dropout.keys)
+        )
+        limit = math.ceil(float(np.float32(dropout.rate)) * 2**24)
+        return [
+            kept(np.array(dropout.streams, np.uint32)), self._index(dropout.samples),
+            rows, columns, np.uint32(dropout.number & low), np.uint32(limit),
+            1.0 / (1.0 - dropout.rate),
+        ]  # fmt: skip
+
+
+def _kept(rows: int, h: int) -> int:
+    """Items of two tiles, and of so many rows of each warp."""
+    return 2 * WARP * (h + 1) + rows * ATTENTION_ROWS * h
+
+
+def _steps(*heads: Array) -> list[np.int64]:
+    """Items from one sequence, place and head to the next, of each array.
+
+    Raises ValueError where the items of a head have gaps.
+    """
+    if any(x.shape[-1] > 1 and x.strides[-1] != x.itemsize for x in heads):
+        raise ValueError("the items of a head have gaps")
+    return [np.int64(step // x.itemsize) for x in heads for step in x.strides[:3]]

@@ -29,6 +29,9 @@ SUM_BLOCKS = 264
 CHUNK = 256
 # Rows of a block of attention, one a warp; as in attention.cu
 ATTENTION_ROWS = 8
+# Rows of a block of attention by tensor cores, and of the tiles that it goes through
+# forward and backward; as in flash.cu
+FLASH_ROWS, FLASH_TILE, FLASH_SHORT = 64, 64, 32
 # Bytes of shared memory that a kernel has without asking
 FREE_SHARED = 48 << 10
 
@@ -42,7 +45,7 @@ class Launcher:
 
     def __init__(self, compile: Compile, dtype: np.dtype, operand: np.dtype) -> None:
         self.compile, self.dtype, self.operand = compile, dtype, operand
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
 
     def over_items(
@@ -96,6 +99,28 @@ class Launcher:
         shared = kept * self.dtype.itemsize
         self._launch(kernel, types, grid, block, arguments, shared)
 
+    def by_tiles(
+        self,
+        kernel: str,
+        types: list,
+        sizes: tuple[int, int, int],
+        kept: int,
+        *arguments: Any,
+    ) -> None:
+        """A kernel with a block of four warps for each FLASH_ROWS of (rows, heads,
+        sequences), and so many 16-bit items in its shared memory."""
+        rows, *others = sizes
+        grid, shared = (-(-rows // FLASH_ROWS), *others), 2 * kept
+        self._launch(kernel, types, grid, (4 * WARP,), arguments, shared)
+
+    def key_reach(self, begin: Array, end: Array, first: Array, last: Array) -> None:
+        """Which queries see each FLASH_ROWS keys: first and last of tiles of them.
+
+        Shapes   begin, end (b or 1, s), first, last (b or 1, tiles)
+        """
+        grid, arguments = first.shape[::-1], (begin.shape[1], begin, end, first, last)
+        self._launch("key_reach", [FLASH_ROWS], grid, (THREADS,), arguments)
+
     def column_sums(self, x: Array, sums: Array, chunk: int) -> None:
         """sums[i] = Σ of the i-th `chunk` rows of x, by blocks of 32 × 8 threads.
 
@@ -129,13 +154,13 @@ class Launcher:
 
     def _function(self, kernel: str, types: list) -> Callable:
         program = PROGRAM_OF[kernel]
-        if program not in self._modules:
-            names = kernel_names(program, self.dtype, self.operand)
-            self._modules[program] = self.compile(source(program), names)
-        dtypes = [t for t in types if not isinstance(t, bool)]
-        flags = tuple(t for t in types if isinstance(t, bool))
-        name = kernel_name(kernel, *dtypes, flags=flags)
-        return self._modules[program].get_function(name)
+        # Kernels of one width of heads are a module of their own.
+        width = next((t for t in types if type(t) is int), None)
+        if (program, width) not in self._modules:
+            names = kernel_names(program, self.dtype, self.operand, width)
+            self._modules[program, width] = self.compile(source(program), names)
+        name = kernel_name(kernel, *types)
+        return self._modules[program, width].get_function(name)
 
     def _value(self, argument: Any) -> Any:
         """As kernels take it: None as a null pointer, numbers in their exact types."""

@@ -83,17 +83,7 @@ __global__ void dropout_factors(int64 size, const uint32* a, const uint32* b,
          at += stride) {
         const int64 row = at / groups, counter = start / 4 + at % groups;
         uint32 word[4] = {uint32(counter), a[row], b[row], c[row]};
-        uint32 k0 = uint32(key0), k1 = uint32(key1);
-        for (int round = 0; round < 10; ++round) {
-            const uint64 p0 = uint64(word[0]) * 0xD2511F53u;
-            const uint64 p1 = uint64(word[2]) * 0xCD9E8D57u;
-            word[0] = uint32(p1 >> 32) ^ word[1] ^ k0;
-            word[2] = uint32(p0 >> 32) ^ word[3] ^ k1;
-            word[1] = uint32(p1);
-            word[3] = uint32(p0);
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
+        philox(word, uint32(key0), uint32(key1));
         for (int i = 0; i < 4; ++i) {
             const int64 column = 4 * counter + i - start;
             if (column >= 0 && column < width)

@@ -1,7 +1,8 @@
 """The CUDA programs: their text, and which kernels are made of their templates.
 
 A program is `common.cuh` and one `.cu` file. Each precision has its own kernels, made
-at their first use: C stands for the compute type and S for the type of operands.
+at their first use: C stands for the compute type, S for the type of operands,
+and H for it where it is a 16-bit one.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.ops.half import is_half
+
 # What NVRTC is told beside the architecture
 OPTIONS = ("-std=c++17",)
 # C++ name of the type of an array. As everywhere in mpipar, uint16 are bits of bf16.
 TYPES = {"float64": "double", "float32": "float", "uint16": "bf16", "float16": "fp16"}
 # Both kinds of each array that may be of either type
 _EITHER = ("C, C", "C, S")
+_WIDTHS = ("H, 64", "H, 96", "H, 128")
+# What programs begin with beside what all share
+_PARTS = {
+    "position": ("philox.cuh",),
+    "attention": ("philox.cuh",),
+    "flash": ("philox.cuh", "mma.cuh"),
+}
 
 # kernel -> template arguments, in each program
 PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -46,7 +56,11 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
         "attention_fwd": _EITHER,
         "attention_bwd_q": _EITHER,
         "attention_bwd_kv": ("C",),
+        "attention_merge": ("C",),
+        "key_reach": ("64",),
     },
+    # Of one head width each, and of 16-bit types only
+    "flash": {name: _WIDTHS for name in ("flash_fwd", "flash_bwd_q", "flash_bwd_kv")},
     "loss": {"row_max": ("C",), "xent_fwd": ("C",), "xent_bwd": ("C, S",)},
     "optimizer": {"square_sums": ("C", "S"), "adamw": _EITHER},
 }
@@ -63,22 +77,29 @@ def source(program: str) -> str:
     room = files(__package__)
     return "\n".join(
         room.joinpath(file).read_text(encoding="utf-8")
-        for file in ("common.cuh", f"{program}.cu")
+        for file in ("common.cuh", *_PARTS.get(program, ()), f"{program}.cu")
     )
 
 
-def kernel_name(kernel: str, *types: np.dtype, flags: tuple[bool, ...] = ()) -> str:
+def kernel_name(kernel: str, *arguments: np.dtype | bool | int) -> str:
     """A kernel with its template arguments, as C++ writes it."""
-    words = [TYPES[t.name] for t in types] + [str(flag).lower() for flag in flags]
+    words = (
+        TYPES[x.name] if isinstance(x, np.dtype) else str(x).lower() for x in arguments
+    )
     return f"{kernel}<{', '.join(words)}>"
 
 
-def kernel_names(program: str, dtype: np.dtype, operand: np.dtype) -> tuple[str, ...]:
-    """All kernels of a program for one precision."""
+def kernel_names(
+    program: str, dtype: np.dtype, operand: np.dtype, width: int | None = None
+) -> tuple[str, ...]:
+    """All kernels of a program for one precision, or those of one width of heads."""
     types = {"C": TYPES[dtype.name], "S": TYPES[operand.name]}
+    if is_half(operand):
+        types["H"] = types["S"]
     names = [
-        f"{kernel}<{', '.join(types.get(word, word) for word in words.split(', '))}>"
+        f"{kernel}<{', '.join(types.get(word, word) for word in words)}>"
         for kernel, made in PROGRAMS[program].items()
-        for words in made
+        for words in (text.split(", ") for text in made)
+        if ("H" in types or "H" not in words) and (width is None or str(width) in words)
     ]
     return tuple(dict.fromkeys(names))
