@@ -11,6 +11,10 @@ from mpipar.ops.cuda.programs import OPTIONS, PROGRAMS, source
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_kernels_compile_and_do_not_spill(program, target):
     names = every_name(program)
+    if program == "flash":
+        # These take a second each: all of one type on one GPU, else the widest.
+        wanted = "<bf16, " if target == "sm_90" else "<fp16, 128>"
+        names = tuple(name for name in names if wanted in name)
     log = build(source(program), names, (*OPTIONS, f"-arch={target}"))
     assert spilled(log) == [0] * len(names), log
 

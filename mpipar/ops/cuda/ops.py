@@ -17,9 +17,8 @@ class CudaOps(
     """Same signatures as the reference, same results up to rounding, and the same from
     run to run: no sum depends on the order in which blocks run.
 
-    Without kernels of their own: matrix products, attention with dropout and its
-    merging, the moves of rows to experts, rope_table, row_sum, erf. They are the
-    reference's array operations.
+    Without kernels of their own: matrix products, the moves of rows to experts,
+    rope_table, row_sum, erf. They are the reference's array operations.
     """
 
     @property

@@ -3,7 +3,7 @@
 //
 // Each thread of a block is a fiber of its own stack. A fiber runs until it waits for
 // others, at a barrier or a warp's exchange; then the next one runs, in the order of
-// their numbers or backwards. Blocks run one after another. So a missing barrier shows
+// their numbers or backwards, a warp as far as it comes. Blocks run one after another. So a missing barrier shows
 // as a wrong result in one of both orders, and a barrier that some threads miss as an
 // error. Memory order, atomics' races and limits of registers are not seen.
 #pragma once
@@ -141,6 +141,14 @@ inline void run_thread() {
     leave();
 }
 
+inline void run_fiber(unsigned fiber) {
+    if (fibers[fiber].done) return;
+    current = fiber;
+    thread_at = {current % block.x, current / block.x % block.y,
+                 current / block.x / block.y};
+    scheduler.go(fibers[current].context);
+}
+
 inline void run_block(bool backwards) {
     const unsigned count = block.x * block.y * block.z;
     memset(shared.data(), 0xff, shared.size() * sizeof(double));  // NaN, or −1
@@ -154,12 +162,13 @@ inline void run_block(bool backwards) {
     }
     while (living) {
         const unsigned before = steps;
-        for (unsigned i = 0; i < count; ++i) {
-            current = backwards ? count - 1 - i : i;
-            if (fibers[current].done) continue;
-            thread_at = {current % block.x, current / block.x % block.y,
-                         current / block.x / block.y};
-            scheduler.go(fibers[current].context);
+        for (unsigned first = 0; first < count; first += 32) {
+            unsigned now;
+            do {  // as far as this warp comes without the others
+                now = steps;
+                for (unsigned i = first; i < count && i < first + 32; ++i)
+                    run_fiber(backwards ? count - 1 - i : i);
+            } while (steps != now);
         }
         if (steps == before) {
             error = "threads of a block wait at different places";
