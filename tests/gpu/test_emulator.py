@@ -19,7 +19,7 @@ def run(code: str, devices: int = 1) -> str:
     """What a process with the emulator prints."""
     command = [sys.executable, "-W", "error", "-c", SET_UP + code]
     result = subprocess.run(
-        command, env=environment(devices), capture_output=True, text=True, timeout=60
+        command, env=environment(devices), capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
