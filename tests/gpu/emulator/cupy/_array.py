@@ -229,10 +229,10 @@ def wrapped(function: Callable) -> Callable:
             streams.current().synchronize()
         else:
             streams.run_current()
-        inner = _inner(inputs)
+        options = {name: _inner(value) for name, value in options.items()}
         if out is not None:
             options["out"] = out.host
-        result = function(*inner, **{k: _inner(v) for k, v in options.items()})
+        result = function(*_inner(inputs), **options)
         if out is not None or result is None:
             return out
         if isinstance(result, tuple | list):
