@@ -87,7 +87,7 @@ from mpipar.ops import Ops, make_ops
 from parity.build import count_valid, make_batch, make_recipe, scatter, serial_recipe
 
 def train(ops):
-    words = ["train.precision=fp64", "model.family=" + family]
+    words = ["train.precision=fp64", "model.dropout=0.1", "model.family=" + family]
     recipe = serial_recipe(make_recipe(1, *words))
     engine = Engine(recipe, serial_grid(), ops)
     scatter(engine)

@@ -121,7 +121,11 @@ class ndarray:
 
     def __getitem__(self, key: Any) -> "ndarray":
         key = _index(key)
-        return self._of(np.asarray(self.host[key]))
+        part = np.asarray(self.host[key])
+        if part.size and np.may_share_memory(part, self.host):
+            return self._view(part)
+        streams.run_current()
+        return _new(self.host[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
