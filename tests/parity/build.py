@@ -332,7 +332,7 @@ def box_errors(
     found = {}
     for parameters in engine.state.whole_units(kind):
         for p in parameters:
-            own = p.data if kind == "values" else p.grad
+            own = engine.ops.to_host(p.data if kind == "values" else p.grad)
             scale = np.linalg.norm(exact[p.name])
             if p.name in idle:
                 if kind == "values" and own.dtype == np.float32:
