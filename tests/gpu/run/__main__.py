@@ -29,7 +29,13 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     head = _head(args)
     done: list[dict[str, Any]] = []
-    chosen = [part for part in PARTS if part.group in args.only]
+    chosen = [part for part in PARTS if {part.group, part.module} & set(args.only)]
+    if args.dry_run:
+        # Tiny ones of the same kind are all alike.
+        chosen = list(
+            {(part.module, part.ranks): part for part in chosen[::-1]}.values()
+        )
+        chosen = chosen[::-1]
     with tempfile.TemporaryDirectory(prefix="mpipar-gpu-") as name:
         scratch = Path(name)
         log = args.out / "log.txt"
@@ -60,13 +66,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.sh")
     parser.add_argument("--dry-run", action="store_true", help="tiny, without a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts")
-    parser.add_argument("--only", default=",".join(GROUPS), help="groups of parts")
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups or modules")
     parser.add_argument("--out", type=Path, default=_default_out())
     parser.add_argument("--used", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.only = args.only.split(",")
-    if wrong := [word for word in args.only if word not in GROUPS]:
-        parser.error(f"--only has {', '.join(wrong)}; groups are {', '.join(GROUPS)}")
+    known = (*GROUPS, *dict.fromkeys(part.module for part in PARTS))
+    if wrong := [word for word in args.only if word not in known]:
+        parser.error(f"--only has {', '.join(wrong)}; known are {', '.join(known)}")
     if args.minutes <= 0:
         parser.error(f"--minutes = {args.minutes:g} must be more than 0")
     return args

@@ -82,6 +82,12 @@ class ndarray:
             return NotImplemented
         return wrapped(ufunc)(*inputs, **options)
 
+    def __array_function__(self, called: Any, types: Any, args: tuple, options: dict):
+        import cupy
+
+        own = getattr(cupy, called.__name__, None)
+        return NotImplemented if own is None else own(*args, **options)
+
     # --- views ------------------------------------------------------------------------
 
     def _view(self, host: np.ndarray) -> "ndarray":

@@ -1,0 +1,118 @@
+"""The script for a machine with a GPU goes through all its parts on one without."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu.run import report
+from gpu.run.parts import PARTS, Files, Part, run_part
+from gpu.run.record import Records, SkippedError, read
+from gpu.shim.compile import GXX
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
+
+# A part with a check that ends the process, and one that does not end
+BROKEN = """
+import os, time
+
+def run(setting, records):
+    records.check("good", lambda: 0.5, 1.0)
+    records.check("deadly", lambda: os._exit(9))
+    records.check("wrong", lambda: 2.0, 1.0)
+    records.check("not a number", lambda: float("nan"), 1.0)
+    records.check("raises", lambda: 1 / 0)
+    records.figure("rate", 3.0, "GB/s", 4.0)
+    records.check("endless", lambda: time.sleep(100))
+    records.check("never begun", lambda: None)
+"""
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "records.jsonl", "a part")
+
+
+def test_a_check_that_ends_its_process_leaves_the_others(tmp_path: Path) -> None:
+    module = tmp_path / "gpu" / "run" / "broken.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(BROKEN)
+    files = Files(*(tmp_path / name for name in ("records.jsonl", "scratch", "log")))
+    files.log.write_text("")
+    # Folders without __init__.py are joined.
+    paths = f"{ROOT / 'tests'}{os.pathsep}{tmp_path}"
+    env = {**os.environ, "PYTHONPATH": paths}
+    part = Part("broken", "broken", "check", 6)
+    found = run_part(part, files, env, seconds=6, dry=True)
+    assert found["starts"] == 2 and found["late"]
+    lines = {x["name"]: x for x in read(files.records) if x["kind"] == "check"}
+    passed = {name: line["passed"] for name, line in lines.items()}
+    assert passed == {
+        "good": True, "deadly": False, "wrong": False, "not a number": False,
+        "raises": False, "endless": False,
+    }  # fmt: skip
+    assert "ended with 9" in lines["deadly"]["error"]
+    assert "ran out of time" in lines["endless"]["error"]
+    assert "ZeroDivisionError" in lines["raises"]["error"]
+    assert lines["wrong"]["error"] == "2 is more than 1"
+
+
+def test_a_part_that_cannot_begin_is_a_failure(tmp_path: Path) -> None:
+    files = Files(*(tmp_path / name for name in ("records.jsonl", "scratch", "log")))
+    files.log.write_text("")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    run_part(Part("x", "no_such_module", "check", 9), files, env, seconds=30, dry=True)
+    (line,) = read(files.records)
+    assert line["passed"] is False and "no_such_module" in line["error"]
+
+
+def test_the_table_has_every_reason_and_every_figure(
+    records: Records, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    def skip() -> None:
+        raise SkippedError("torch is not installed")
+
+    assert records.check("good", lambda: None)
+    assert not records.check("bad", lambda: 2.0, 1.0)
+    assert not records.check("left out", skip)
+    records.figure("rate", 3.0, "GB/s", 4.0)
+    records.fact("card", lambda: "one GPU")
+    lines, head = read(records.file), {"not_begun": ["another part"]}
+    parts = [{"name": "a part", "seconds": 1.0, "late": False}]
+    report.show(head, parts, lines)
+    shown = capsys.readouterr().out
+    for words in ("MISSED", "FAILED bad", "skipped left out", "NOT RUN another part"):
+        assert words in shown
+    report.write(tmp_path / "results.json", head, parts, lines)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
+    assert found["facts"] == {"card": "one GPU"} and len(found["figures"]) == 1
+
+
+def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {"PYTHON": sys.executable}
+    command = ["bash", str(SCRIPT), "--dry-run", "--out", str(out), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
+    job = dry_run(tmp_path, "--only", "speeds")
+    assert job.returncode == 2 and "known are check, parity, bench" in job.stderr
+    job = dry_run(tmp_path, "--wheel", "there")
+    assert job.returncode == 2 and "--wheels DIR" in job.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(GXX is None, reason="needs g++")
+def test_a_dry_run_goes_through_the_parts(tmp_path: Path) -> None:
+    modules = ("facts", "ops", "attention", "parity", "kernels")
+    job = dry_run(tmp_path, "--only", ",".join(modules))
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    wanted = [part.name for part in PARTS if part.module in modules]
+    assert [part["name"] for part in found["parts"]] == wanted
+    assert found["failed"] == 0 and found["passed"] > 30 and found["figures"]
