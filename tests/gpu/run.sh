@@ -45,9 +45,8 @@ make_own() {
     local site
     site=$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$given" -c 'import os, site
-paths = [*site.getsitepackages(), site.getusersitepackages()]
-print("import site;", f"[site.addsitedir(p) for p in {[p for p in paths if os.path.isdir(p)]}]")' \
-        >"$site/parent.pth"
+for path in (*site.getsitepackages(), site.getusersitepackages()):
+    if os.path.isdir(path): print(f"import site; site.addsitedir({path!r})")' >"$site/parent.pth"
     python=$own/bin/python
 }
 
