@@ -141,8 +141,8 @@ def _products(
         x, w = normal(ops, (tokens, d), half), normal(ops, (f, d), half, seed=1)
         dy, dw = normal(ops, (tokens, f), half), ops.xp.zeros((f, d), half)
         for kind, work in (
-            ("y", lambda: ops.linear_fwd(x, w)),
-            ("dx", lambda: ops.linear_dx(dy, w)),
+            ("y", lambda: ops.linear_fwd(x, w, narrow=True)),
+            ("dx", lambda: ops.linear_dx(dy, w, narrow=True)),
             ("dw", lambda: ops.linear_dw(dy, x, dw)),
         ):
             rate = 2 * tokens * d * f / seconds(ops, work, repeats=5)

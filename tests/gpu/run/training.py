@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +17,6 @@ from mpipar.train.metrics import memory
 FIRST = 10  # steps in which rounding has not grown yet
 BF16, FP32, COUNTED = 5e-3, 1e-4, 0.03
 SMALL = ["train.eval_samples=4", "train.global_batch=4", "model.context=16"]
-# The rate of products is measured by one that takes the emulator a minute.
-QUICK = """
-import sys
-from mpipar.cli import main
-from mpipar.ops import Ops
-Ops.matmul_rate = lambda self: 1e9
-sys.exit(main())
-"""
 
 
 def run(setting: Setting, records: Records) -> None:
@@ -55,8 +46,7 @@ def _train(setting: Setting, runs: Path, device: str, precision: str) -> None:
     words = [f"train.steps={steps}", f"train.device={device}"]
     words += [f"train.precision={precision}", "log.progress=none"]
     words += setting.choose([], SMALL)
-    start = setting.choose(["-m", "mpipar"], ["-c", QUICK])
-    command = [sys.executable, *start, "train", "tiny-llama", *words]
+    command = [*setting.command, "train", "tiny-llama", *words]
     job = subprocess.run(
         [*command, f"--out={out}"], capture_output=True, text=True, timeout=120
     )
