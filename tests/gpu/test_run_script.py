@@ -6,11 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gpu.precisions import PRECISIONS
 from gpu.run import report
+from gpu.run.ops import on_device, worst_of
 from gpu.run.parts import PARTS, Files, Part, run_part
 from gpu.run.record import Records, SkippedError, read
 from gpu.shim.compile import GXX
+from ops_cases import CALLS
+
+from mpipar.ops import Ops
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
@@ -90,6 +96,39 @@ def test_the_table_has_every_reason_and_every_figure(
     found = json.loads((tmp_path / "results.json").read_text())
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
     assert found["facts"] == {"card": "one GPU"} and len(found["figures"]) == 1
+
+
+class Faulty(Ops):
+    """Ops with an error in one result, and in one array that is written."""
+
+    def rmsnorm_fwd(self, x, gain, *, eps):
+        y, rstd = super().rmsnorm_fwd(x, gain, eps=eps)
+        return y, rstd * 1.001
+
+    def linear_db(self, dy, db):
+        pass
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_result_of_an_op_is_found(precision: str) -> None:
+    dtype, half = PRECISIONS[precision]
+    right, faulty = Ops(dtype=dtype, half=half), Faulty(dtype=dtype, half=half)
+    for call in CALLS:
+        worst = [
+            worst_of(ops, Ops(), call, precision, [(3, 5, 6)])()
+            for ops in (right, faulty)
+        ]
+        caught = call.op == "linear_db"
+        # A hundred thousandth is less than bf16 rounds a result to.
+        caught |= call.op == "rmsnorm_fwd" and precision == "fp32"
+        assert worst[0] <= 1 and (worst[1] > 1) == caught, (str(call), worst)
+
+
+def test_views_of_one_array_stay_that_on_the_device() -> None:
+    fused = np.arange(24.0).reshape(3, 8)
+    moved = on_device(Ops(), {"gate": fused[:, :3], "up": fused[1:, 3:], "n": 4})
+    assert moved["gate"].base is moved["up"].base is not fused
+    assert np.array_equal(moved["up"], fused[1:, 3:]) and moved["n"] == 4
 
 
 def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess:

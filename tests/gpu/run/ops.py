@@ -31,12 +31,12 @@ def run(setting: Setting, records: Records) -> None:
         ops = make_ops("cuda", precision)
         for call in calls:
             name = f"{call} {precision}"
-            records.check(name, _worst_of(ops, exact, call, precision, sizes), 1.0)
+            records.check(name, worst_of(ops, exact, call, precision, sizes), 1.0)
             if setting.left <= 0:
                 return
 
 
-def _worst_of(
+def worst_of(
     ops: Any, exact: Ops, call: Any, precision: str, sizes: list
 ) -> Callable[[], float]:
     """The largest error, as a multiple of what is allowed."""

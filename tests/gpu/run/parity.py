@@ -78,7 +78,7 @@ def run(setting: Setting, records: Records) -> None:
 def cases(setting: Setting) -> list[tuple[str, tuple[str, ...], str]]:
     """Name, words and precision of every layout of so many ranks."""
     ranks, found = setting.comm.size, []
-    for precision in TOLERANCE:
+    for precision in setting.choose(TOLERANCE, ["fp32"]):
         for family, words in FAMILIES.items():
             layouts = LAYOUTS[ranks]
             if family == "mixtral":

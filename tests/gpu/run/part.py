@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,9 @@ def main() -> None:
     if comm is not None and comm.size > 1:
         apart = {"silent": comm.rank > 0, "give_up": lambda: comm.Abort(1)}
     records = Records(args.records, args.name, **apart)
+    if comm is not None:
+        # Before the first rank writes more
+        records.seen = comm.bcast(records.seen)
     try:
         import_module(f"gpu.run.{args.module}").run(setting, records)
     except BaseException:
@@ -41,8 +45,10 @@ def main() -> None:
             # The others would wait for this rank for ever.
             comm.Abort(1)
         raise
-    # Destructors of a device that has failed may hang; all is written.
-    os._exit(0) if comm is None else None
+    if comm is None:
+        # Destructors of a device that has failed may hang; all is written.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
