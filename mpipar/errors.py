@@ -49,6 +49,10 @@ class DeviceError(MpiparError, RuntimeError):
     """A device is not there, or an array lives on another one."""
 
 
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device has too little memory; says what holds it and what would need less."""
+
+
 class CommError(MpiparError, RuntimeError):
     """A message or collective cannot be made, or did not complete in time."""
 

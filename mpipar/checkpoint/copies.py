@@ -65,10 +65,11 @@ class Copies:
         arrays = [f.arrays[kind] for kind in kinds for f in fragments]
         size = sum(x.nbytes for x in arrays)
         told = world.all_gather_obj((layout, shapes, size))
-        self._shares = [
-            _Share(rank, *told[rank][:2], np.empty((_GENERATIONS, told[rank][2]), "u1"))
-            for rank in dict.fromkeys((world.rank, self._source))
-        ]
+        self._shares = []
+        for rank in dict.fromkeys((world.rank, self._source)):
+            *facts, size = told[rank]
+            room = ops.host_bytes(_GENERATIONS * size).reshape(_GENERATIONS, size)
+            self._shares.append(_Share(rank, *facts, room))
         # What is complete: by generation, the oldest first
         self._facts: dict[int, Facts] = {}
 
@@ -97,9 +98,11 @@ class Copies:
         room, place = own.data[turn], 0
         for kind in own.layout.kinds:
             for f in fragments:
-                x = self.ops.to_host(f.arrays[kind]).view(np.uint8)
-                room[place : place + x.size] = x
-                place += x.size
+                x = f.arrays[kind]
+                copy = room[place : place + x.nbytes].view(x.dtype)
+                self.ops.copy_to_host(x, copy)
+                place += x.nbytes
+        self.ops.synchronize()
         for other in others:
             self.world.send_recv(room, self._to, other.data[turn], self._source, _TAG)
         if others:

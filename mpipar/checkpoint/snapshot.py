@@ -19,13 +19,15 @@ class Snapshot:
     What is not written yet when the next update comes (`freeze`) is copied first, into
     a buffer that is kept for later saves. So a save costs copies only as far as disks
     are slower than a step, and no memory where they are not. Arrays of a GPU are
-    copied at once.
+    copied beside the work of the next step, which waits for it before its update.
     """
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
         self._parts: list[Array] = []
         self._next, self._is_frozen = 0, False
+        # What a device is copying, and when it is done
+        self._leaving: tuple[list[Array], Any] | None = None
         self._buffer: np.ndarray | None = None
         # Held while a part is in use; whoever wants to freeze closes the gate first,
         # or else the writer would take the lock again and again
@@ -38,15 +40,18 @@ class Snapshot:
 
     def begin(self, arrays: Sequence[Array]) -> None:
         """Takes flat arrays that are about to be written in this order."""
+        self._arrive()
+        self._leaving = None
         self._parts, self._next, self._is_frozen = [], 0, False
         for x in arrays:
             step = max(1, PIECE_BYTES // x.dtype.itemsize)
             self._parts += [x[i : i + step] for i in range(0, len(x), step)]
-        if not self.ops.on_host:
-            self.freeze()
+        if not self.ops.on_host and self._parts:
+            self._leave()
 
     def parts(self) -> Iterator[np.ndarray]:
         """The contents in order; each may be used until the next one is asked for."""
+        self._arrive()
         while self._next < len(self._parts):
             with self._gate:
                 pass
@@ -59,15 +64,39 @@ class Snapshot:
         """The arrays are about to change: copies what has not been written."""
         if self._is_frozen:
             return
+        if self._leaving is not None:
+            # The device waits, not the host.
+            self._is_frozen = True
+            self.ops.wait(self._leaving[1])
+            return
         with self._gate, self._lock:
             self._is_frozen = True
-            rest = self._parts[self._next :]
-            size = sum(x.nbytes for x in rest)
-            if self._buffer is None or self._buffer.nbytes < size:
-                self._buffer = np.empty(size, np.uint8)
-            place = 0
-            for number, x in enumerate(rest, self._next):
-                copy = self._buffer[place : place + x.nbytes].view(x.dtype)
-                copy[...] = self.ops.to_host(x)
+            for number, copy in enumerate(self._room(self._next), self._next):
+                copy[...] = self._parts[number]
                 self._parts[number] = copy
-                place += x.nbytes
+
+    def _leave(self) -> None:
+        """Copies on the side stream, into pinned memory."""
+        copies = self._room(0)
+        with self.ops.side_stream():
+            for x, copy in zip(self._parts, copies, strict=True):
+                self.ops.copy_to_host(x, copy)
+            self._leaving = self._parts, self.ops.record()
+        self._parts = copies
+
+    def _arrive(self) -> None:
+        """Waits until what a device copies is here; from any thread."""
+        if self._leaving is not None:
+            self.ops.finish(self._leaving[1])
+
+    def _room(self, first: int) -> list[np.ndarray]:
+        """Where the parts from `first` on are copied to."""
+        rest = self._parts[first:]
+        size = sum(x.nbytes for x in rest)
+        if self._buffer is None or self._buffer.nbytes < size:
+            self._buffer = self.ops.host_bytes(size)
+        room, place = [], 0
+        for x in rest:
+            room.append(self._buffer[place : place + x.nbytes].view(x.dtype))
+            place += x.nbytes
+        return room

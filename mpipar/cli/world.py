@@ -21,7 +21,7 @@ from mpipar.cli.launch import (
     thread_warning,
     threads_per_rank,
 )
-from mpipar.errors import MpiparError
+from mpipar.errors import DeviceMemoryError, MpiparError
 
 with warnings.catch_warnings():
     # mpi4py warns of a wrong launcher on every rank; the check below says it once.
@@ -122,6 +122,9 @@ def _print_error(world: MPI.Comm, error: BaseException | None) -> None:
     who = f"[rank {world.rank} of {world.size}, {socket.gethostname()}] "
     if isinstance(error, KeyboardInterrupt):
         lines = ["interrupted"]
+    elif isinstance(error, DeviceMemoryError):
+        # Where it happened says little: any array may be one too many.
+        lines = [str(error)]
     else:
         lines = "".join(traceback.format_exception(error)).splitlines()
     # One write, so that the lines of several ranks do not mix.

@@ -19,13 +19,14 @@ from mpipar.config import Recipe
 from mpipar.data import Batch
 from mpipar.engine.experts import bias_moves, expert_cut, loads_of, mixtures_of
 from mpipar.engine.learning_rate import learning_rate
+from mpipar.engine.memory import held_memory, predicted_memory
 from mpipar.engine.sequence import OwnSequence
 from mpipar.engine.stages import block_counts, own_chunks, plan_schedule
 from mpipar.errors import CheckpointError
 from mpipar.layers.base import Step
 from mpipar.models import build_model
 from mpipar.ops import Ops
-from mpipar.pipeline.executor import Executor, Held, peak_bytes
+from mpipar.pipeline.executor import Executor
 from mpipar.pipeline.schedules import Action, forward_only
 from mpipar.pipeline.simulate import Costs, Simulation, costs_of, simulate
 from mpipar.pipeline.transfer import Transfer
@@ -118,6 +119,7 @@ class Engine:
         self.loads: dict[str, np.ndarray] = {}
         # Called before weights and moments change
         self.before_update: Callable[[], None] = lambda: None
+        ops.account(lambda: held_memory(self))
 
     def _make_state(self) -> TrainingState | JointState:
         state = self._make_part("grad")
@@ -287,20 +289,7 @@ class Engine:
 
     def predicted_memory(self) -> dict[str, int]:
         """Bytes that this rank should hold, by formula, under the names of metrics."""
-        batch, context = self.micro_shape
-        found = self.state.predicted()
-        given = math.prod(self.model.stream_shape(batch, context))
-        given *= self.ops.dtype.itemsize
-        for kind in found.keys() - {"optimizer"}:
-            found[kind] *= len(self.states)
-        costs = [unit.cost(batch, context) for unit in self.model.units]
-        peak = peak_bytes(
-            self.schedule.actions[self.grid.pp.rank],
-            self.model.chunks,
-            [Held(cost.saved, cost.left, given) for cost in costs],
-            self.executor.again,
-        )
-        return found | {"activations_peak": peak}
+        return predicted_memory(self)
 
     def evaluate(self, rounds: Sequence[Batch], valid: int) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in nats per token."""
@@ -371,7 +360,7 @@ class Engine:
         firsts = sequence.firsts(batch)
         places = sequence.places(firsts)
         return Step(
-            positions=asarray(sequence.own),
+            positions=sequence.positions,
             samples=asarray(batch.samples),
             places=None if places is None else asarray(places),
             firsts=firsts,

@@ -18,6 +18,7 @@ class OwnSequence:
     nothing that counts sees them.
 
     length      with what is added;  own  positions that this rank holds, ascending
+    positions   the same on the device
     core        attention over the cut
     """
 
@@ -43,6 +44,7 @@ class OwnSequence:
             multiple = 1
         self.length = -(-model.context // multiple) * multiple
         self.own = self.cut.of_rank(self.length, cp.rank)
+        self.positions = ops.asarray(self.own)
 
     def tokens(self, batch: Batch) -> np.ndarray:
         """Ids of the own positions.   →  (b, s)"""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.attention import AttentionOps
+from mpipar.ops.device import DeviceOps
 from mpipar.ops.half import HALVES, NAMES, is_half, narrow, widen
 from mpipar.ops.norm import NormOps
 from mpipar.ops.products import ProductOps
@@ -28,7 +29,7 @@ GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
 GELU_TANH_CUBIC = 0.044715
 
 
-class Ops(AttentionOps, NormOps, ProductOps, RandomOps, RowOps):
+class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
     """Array maths on one device in one precision.
 
     xp              array module, NumPy or CuPy
@@ -95,11 +96,6 @@ class Ops(AttentionOps, NormOps, ProductOps, RandomOps, RowOps):
         """An uninitialised array of the operand type."""
         return self.xp.empty(shape, self.operand_dtype)
 
-    @property
-    def on_host(self) -> bool:
-        """True where arrays lie in the memory that MPI reads directly."""
-        return self.xp is np
-
     # --- making arrays ----------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...]) -> Array:
@@ -110,16 +106,9 @@ class Ops(AttentionOps, NormOps, ProductOps, RandomOps, RowOps):
         """A zero array of the compute type."""
         return self.xp.zeros(shape, self.dtype)
 
-    def asarray(self, x: Array) -> Array:
-        """`x` on this device, its own type kept."""
-        return self.xp.asarray(x)
-
     def to_host(self, x: Array) -> np.ndarray:
         """`x` as a NumPy array."""
         return x if isinstance(x, np.ndarray) else x.get()
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work given to it (nothing on a CPU)."""
 
     def matmul_rate(self, repeats: int = 4) -> float:
         """FLOP/s of a square product of operands here and now: the best of a few."""

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
-
 from mpipar.errors import DeviceError
+from mpipar.ops.cuda.gpu import GpuOps, gpu
 from mpipar.ops.cuda.ops import CudaOps
 from mpipar.ops.cuda.programs import OPTIONS
 
 
-class CupyOps(CudaOps):
+class CupyOps(GpuOps, CudaOps):
     """CUDA ops on one device: number node_rank modulo the devices.
 
     Kernels are compiled by NVRTC at first use; CuPy keeps them for later runs.
@@ -33,15 +32,10 @@ class CupyOps(CudaOps):
             raise DeviceError(f"CuPy finds no CUDA device: {error}") from error
         if count == 0:
             raise DeviceError("CuPy finds no CUDA device")
-        cupy.cuda.Device(node_rank % count).use()
+        self.gpu = gpu(node_rank % count)
+        self.gpu.use()
 
         def compile_program(text: str, names: tuple[str, ...]) -> Any:
             return cupy.RawModule(code=text, options=OPTIONS, name_expressions=names)
 
         super().__init__(cupy, compile_program, dtype, half)
-
-    def to_host(self, x: Any) -> np.ndarray:
-        return self.xp.asnumpy(x)
-
-    def synchronize(self) -> None:
-        self.xp.cuda.get_current_stream().synchronize()

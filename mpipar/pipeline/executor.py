@@ -91,6 +91,11 @@ class Executor:
         self._sizes: dict[Key, int] = {}
         self._steps: dict[int, Step] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is in flight now."""
+        return sum(self._sizes.values())
+
     def run(
         self,
         actions: Sequence[Action],
@@ -220,5 +225,5 @@ class Executor:
     def _note(self, key: Key, *held: Any) -> None:
         """Takes in what is held now of one micro-batch, beside that of the others."""
         self._sizes[key] = nbytes(*held)
-        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.peak_in_flight = max(self.peak_in_flight, len(self._sizes))

@@ -11,8 +11,8 @@ from typing import Any
 from mpipar.comm import file_work
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
+from mpipar.engine.memory import held_memory
 from mpipar.train.saves import Saves
-from mpipar.zero.cost import sums
 
 
 class Metrics:
@@ -149,13 +149,15 @@ def _step_of(line: str) -> float:
 
 
 def memory(engine: Engine) -> dict[str, int]:
-    """Bytes of the arrays this rank holds, and the peak of its resident memory."""
-    optimizer = engine.optimizer
+    """Bytes of the arrays this rank holds, the peak of its resident memory, and on a
+    GPU those of the device."""
+    held = held_memory(engine)
+    del held["activations"]
     return {
-        **sums(state.held() for state in engine.states),
-        "optimizer": optimizer.m.nbytes + optimizer.v.nbytes,
+        **held,
         "activations_peak": engine.executor.peak_bytes,
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **engine.ops.device_memory(),
     }
 
 

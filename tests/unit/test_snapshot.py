@@ -4,14 +4,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpipar.checkpoint import snapshot as room
 from mpipar.checkpoint.snapshot import Snapshot
-from mpipar.ops import make_ops
+from mpipar.ops import Ops, make_ops
 
 OPS = make_ops("cpu", "fp64")
 # Elements of float64 in a part here
@@ -234,17 +233,34 @@ def test_changes_at_any_time_do_not_show() -> None:
         reader.check(exact)
 
 
-def test_arrays_of_a_device_are_copied_at_once() -> None:
-    copies = []
+class Late(Ops):
+    """A device that copies when somebody waits for it, and not before."""
 
-    def to_host(x: np.ndarray) -> np.ndarray:
-        copies.append(x.nbytes)
-        return x.copy()
+    on_host = False
 
-    snapshot = Snapshot(SimpleNamespace(on_host=False, to_host=to_host))
-    arrays = make_arrays()
-    exact = [x.copy() for x in arrays]
-    snapshot.begin(arrays)
-    assert sum(copies) == snapshot.nbytes == sum(x.nbytes for x in exact)
-    overwrite(arrays)
-    Reader(snapshot).check(exact)
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list = []
+
+    def copy_to_host(self, x: np.ndarray, out: np.ndarray) -> None:
+        self.work.append((x, out))
+
+    def wait(self, event: object) -> None:
+        while self.work:
+            x, out = self.work.pop()
+            out[...] = x
+
+    finish = wait
+
+
+def test_arrays_of_a_device_are_copied_beside_its_work() -> None:
+    ops = Late()
+    snapshot = Snapshot(ops)
+    for _ in range(2):
+        arrays = make_arrays()
+        exact = [x.copy() for x in arrays]
+        snapshot.begin(arrays)
+        assert ops.work and snapshot.nbytes == sum(x.nbytes for x in exact)
+        snapshot.freeze()
+        overwrite(arrays)
+        Reader(snapshot).check(exact)

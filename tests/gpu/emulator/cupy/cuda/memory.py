@@ -134,7 +134,10 @@ class MemoryPool:
             used = bytes_at(block.ptr, rounded)
             queue.submit(lambda: used.fill(UNWRITTEN))
         elif rounded:
-            block.ptr = runtime.malloc(rounded)
+            try:
+                block.ptr = runtime.malloc(rounded)
+            except runtime.CUDARuntimeError:
+                raise OutOfMemoryError(size, self.used) from None
         self.used += rounded
         return MemoryPointer(block, 0)
 
@@ -170,6 +173,33 @@ class _Pooled(BaseMemory):
         if self.ptr:
             self.pool.used -= self.size
             self.pool.free.setdefault((self.stream, self.size), []).append(self.ptr)
+
+
+class PythonFunctionAllocator:
+    """Memory of somebody's own malloc(size, device) → address and free(address,
+    device); what was in it before is not to be relied on."""
+
+    def __init__(self, malloc_func: Callable, free_func: Callable) -> None:
+        self._functions = malloc_func, free_func
+
+    def malloc(self, size: int) -> MemoryPointer:
+        return MemoryPointer(_OfFunctions(size, *self._functions), 0)
+
+
+class _OfFunctions(BaseMemory):
+    """Memory that goes back to somebody's own free."""
+
+    def __init__(self, size: int, malloc: Callable, free: Callable) -> None:
+        self.ptr, self.size, self._free = 0, size, free
+        if size:
+            self.device_id = runtime.getDevice()
+            self.ptr = malloc(size, self.device_id)
+            used = bytes_at(self.ptr, size)
+            streams.current().submit(lambda: used.fill(UNWRITTEN))
+
+    def __del__(self) -> None:
+        if self.ptr:
+            self._free(self.ptr, self.device_id)
 
 
 default_pool = MemoryPool()
@@ -218,6 +248,14 @@ class PinnedMemoryPointer:
         span = self.ptr, self.ptr + max(1, self._size)
         if span in _pinned:
             _pinned.remove(span)
+
+
+class PinnedMemory:
+    """What cudaHostAlloc gives."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self._pointer = PinnedMemoryPointer(size)
+        self.ptr, self.size = self._pointer.ptr, size
 
 
 def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:

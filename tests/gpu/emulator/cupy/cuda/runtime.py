@@ -77,10 +77,10 @@ def memGetInfo() -> tuple[int, int]:
 
 
 def malloc(size: int) -> int:
-    from cupy.cuda.memory import UNWRITTEN, OutOfMemoryError
+    from cupy.cuda.memory import UNWRITTEN
 
     if size > memGetInfo()[0]:
-        raise OutOfMemoryError(size, _size() - memGetInfo()[0])
+        raise CUDARuntimeError(2, "cudaErrorMemoryAllocation: out of memory")
     streams.counts["mallocs"] += 1
     block = np.full(size + 512, UNWRITTEN, np.uint8)
     ptr = -(-block.ctypes.data // 512) * 512

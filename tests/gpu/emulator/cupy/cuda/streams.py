@@ -33,9 +33,10 @@ class Queue:
         self.work.append(work)
 
     def run(self, until: "Mark | None" = None) -> None:
-        """Does what is waiting, or what is up to a marker."""
-        while self.work and not (until and until.passed):
-            self.work.popleft()()
+        """Does what is waiting, or what is up to a marker; one thread at a time."""
+        with _running:
+            while self.work and not (until and until.passed):
+                self.work.popleft()()
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -67,6 +68,7 @@ class Mark:
             self.queue.run(until=self)
 
 
+_running = threading.RLock()
 null = Queue(0, blocking=True)
 queues: dict[int, Queue] = {0: null}
 _current = threading.local()
