@@ -68,7 +68,9 @@ class Copies:
         self._shares = []
         for rank in dict.fromkeys((world.rank, self._source)):
             *facts, size = told[rank]
-            room = ops.host_bytes(_GENERATIONS * size).reshape(_GENERATIONS, size)
+            # Only the own share comes from the device.
+            make = ops.host_bytes if rank == world.rank else _bytes
+            room = make(_GENERATIONS * size).reshape(_GENERATIONS, size)
             self._shares.append(_Share(rank, *facts, room))
         # What is complete: by generation, the oldest first
         self._facts: dict[int, Facts] = {}
@@ -120,6 +122,10 @@ class Copies:
             for turn, facts in self._facts.items()
             for share in self._shares
         }
+
+
+def _bytes(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
 
 
 def save_copies(copies: Copies | None, world: Any, run: Path) -> Path | None:

@@ -23,6 +23,7 @@ UNCUT: Mapping[str, Any] = {
     **{f"parallel.{name}": f.default for name, f in Parallel.model_fields.items()},
     "parallel.data": 1,
     "train.recompute": "none",
+    "train.graph": False,
 }
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}

@@ -253,6 +253,11 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where arrays live; auto = cuda where there is a GPU"
     )
+    graph: bool = Field(
+        False,
+        description="GPU only: the passes of a micro-batch are recorded once, and "
+        "launched as one from then on",
+    )
     check_every: Natural = Field(
         0,
         description="steps between checks that ranks with the same weights have the "

@@ -6,6 +6,7 @@ from math import gcd, prod
 from mpipar.config import (  # noqa: F401
     context_rules,
     expert_rules,
+    graph_rules,
     pipeline_rules,
 )
 from mpipar.config.nearest import advice, around, divisors, either, neighbours

@@ -27,6 +27,7 @@ from mpipar.layers.base import Step
 from mpipar.models import build_model
 from mpipar.ops import Ops
 from mpipar.pipeline.executor import Executor
+from mpipar.pipeline.replay import Replays
 from mpipar.pipeline.schedules import Action, forward_only
 from mpipar.pipeline.simulate import Costs, Simulation, costs_of, simulate
 from mpipar.pipeline.transfer import Transfer
@@ -112,14 +113,18 @@ class Engine:
         model = self.model
         again = model.block_units() if recipe.train.recompute == "full" else ()
         transfer = Transfer(grid.pp, self.schedule, ops)
-        self.executor = Executor(model.units, model.chunks, self.state, transfer, again)
+        is_recorded = recipe.train.graph and not ops.on_host
+        self.executor = Executor(
+            model.units, model.chunks, self.state, transfer, again,
+            Replays(ops) if is_recorded else None,
+        )  # fmt: skip
         self.states = [self.state]
         self.number = 0
         # Of the batch that began last, as `Step.loads`
         self.loads: dict[str, np.ndarray] = {}
         # Called before weights and moments change
         self.before_update: Callable[[], None] = lambda: None
-        ops.account(lambda: held_memory(self))
+        ops.account(self.held_memory)
 
     def _make_state(self) -> TrainingState | JointState:
         state = self._make_part("grad")
@@ -286,6 +291,10 @@ class Engine:
         """FLOPs of one step on this rank, by formula: three times forward."""
         cost = self.model.cost(*self.micro_shape)
         return 3 * cost.flops * self.recipe.accumulation
+
+    def held_memory(self) -> dict[str, int]:
+        """Bytes of the arrays that this rank holds now, by kind."""
+        return held_memory(self)
 
     def predicted_memory(self) -> dict[str, int]:
         """Bytes that this rank should hold, by formula, under the names of metrics."""

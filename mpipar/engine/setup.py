@@ -37,6 +37,11 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
         grid.world.barrier()
     try:
         ops = make_ops(device, precision, grid.node_rank)
+        if recipe.train.graph and ops.on_host:
+            raise DeviceError(
+                "train.graph = true needs a GPU, and none is used; try "
+                'train.graph = false, or train.device = "cuda" where there is one'
+            )
     except DeviceError as problem:
         error = problem
     if grid.node_rank == 0:

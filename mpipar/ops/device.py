@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.errors import DeviceError
+
 Array = Any
 Event = Any
 
@@ -58,9 +60,20 @@ class DeviceOps:
         `host_bytes` and of the type of x."""
         out[...] = x
 
+    def recorded(self) -> AbstractContextManager[Any]:
+        """Work given in here is only noted; what it gives (`Recording`) does all of it
+        again with each `launch`.
+
+        Its arrays keep their places. The host may not wait in here, nor give numbers
+        that change; arrays that the work reads must stay.   Raises DeviceError on a CPU
+        """
+        raise DeviceError("work of a CPU cannot be recorded")
+
     def account(self, held: Callable[[], Mapping[str, int]]) -> None:
-        """Tells what the device's memory is held for, by kind, in bytes; asked when
-        there is too little."""
+        """Tells what the device's memory is held for, by kind, in bytes.
+
+        held   a method, asked when there is too little; its object may go
+        """
 
     def device_memory(self) -> dict[str, int]:
         """Bytes of the device, under the names of metrics; nothing on a CPU.

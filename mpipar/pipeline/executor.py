@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpipar.errors import ShapeError
 from mpipar.layers.base import Layer, Step, nbytes
 from mpipar.layers.model import UnitHooks
+from mpipar.pipeline.replay import Replays
 from mpipar.pipeline.schedules import Action
 from mpipar.pipeline.transfer import Transfer
 
@@ -61,9 +63,12 @@ class Executor:
     transfer       to and from the other stages
     again          which units save their input alone, and run forward again before
                    backward (Chen et al. 2016)
+    replays        does both passes of a micro-batch when its forward pass is due, from
+                   a recording; for a stage alone, whose units need no messages
 
-    peak_bytes     most bytes held between actions of the last run: saved by forward
-                   passes, or left for weight gradients; a unit made again counts too
+    peak_bytes     most bytes held between actions of the last run (with replays: of
+                   all): saved by forward passes, or left for weight gradients; a unit
+                   made again counts too
     peak_in_flight most chunks held at a time that had run forward, and whose weight
                    gradients were missing
     timing         seconds of the last run that it waited for other stages, and all
@@ -78,7 +83,9 @@ class Executor:
         hooks: UnitHooks,
         transfer: Transfer,
         again: Collection[int] = (),
+        replays: Replays | None = None,
     ) -> None:
+        self.replays = replays
         self.units, self.chunks, self.hooks = list(units), list(chunks), hooks
         self.transfer, self.again = transfer, frozenset(again)
         self.peak_bytes = self.peak_in_flight = 0
@@ -114,7 +121,8 @@ class Executor:
                    next run
         """
         began = time.perf_counter()
-        self.peak_bytes = self.peak_in_flight = 0
+        if self.replays is None:
+            self.peak_bytes = self.peak_in_flight = 0
         self._waited = 0.0
         self._steps |= dict(enumerate(steps))
         losses = [0.0] * len(inputs)
@@ -125,7 +133,14 @@ class Executor:
             last = finals.get((chunk, number < 0)) == action
             mark = time.perf_counter() - self._waited
             self.hooks.action_begins(number)
-            if kind == "F":
+            if self.replays is not None and finals:
+                if kind == "F":
+                    passes = partial(self._both, chunk, number)
+                    step = self._steps[number]
+                    losses[number] = self.replays.run(inputs[number], step, passes)
+                elif last:
+                    self._conclude(chunk)
+            elif kind == "F":
                 loss = self._forward(chunk, number, inputs[number], keep=bool(finals))
                 losses[number] += loss
             elif kind == "W":
@@ -202,6 +217,20 @@ class Executor:
             self._note((chunk, number), left)
         if not self.transfer.is_first(chunk):
             self.transfer.send(dy, "grad", number, chunk)
+
+    def _both(self, chunk: int, number: int, x: Array, step: Step) -> Any:
+        """Forward and backward; the loss."""
+        self._steps[number] = step
+        loss = self._forward(chunk, number, x, keep=True)
+        self._backward(chunk, number, weights=True, last=False)
+        return loss
+
+    def _conclude(self, chunk: int) -> None:
+        """Nothing more is added to the weight gradients of a chunk."""
+        for index in reversed(self.chunks[chunk]):
+            self.hooks.weight_begins(index)
+            self.hooks.weight_ended(index, last=True)
+            self.transfer.poll()
 
     def _weights(self, chunk: int, number: int, *, last: bool) -> None:
         """The weight gradients of a chunk whose input gradients have been made."""

@@ -11,7 +11,6 @@ from typing import Any
 from mpipar.comm import file_work
 from mpipar.config import Recipe
 from mpipar.engine import Engine, StepResult, finite
-from mpipar.engine.memory import held_memory
 from mpipar.train.saves import Saves
 
 
@@ -151,7 +150,7 @@ def _step_of(line: str) -> float:
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes of the arrays this rank holds, the peak of its resident memory, and on a
     GPU those of the device."""
-    held = held_memory(engine)
+    held = engine.held_memory()
     del held["activations"]
     return {
         **held,

@@ -81,7 +81,8 @@ def run_verification(
     also every weight; the learning rate is that of the recipe. Rank 0 runs the serial
     model on the whole global batch while the others wait, log.timeout_s for each rank.
 
-    recipe   resolved for the size of world; it runs in fp64 on CPUs, whatever it says
+    recipe   resolved for the size of world; it runs in fp64, whatever it says, and on
+             CPUs unless it asks for "cuda"
     """
     if steps < 1:
         error = ConfigError(
@@ -90,9 +91,11 @@ def run_verification(
         error.agreed = True
         raise error
     patience = recipe.log.timeout_s * world.size
+    is_cuda = recipe.train.device == "cuda"
     changes = {
         "train.precision": "fp64",
-        "train.device": "cpu",
+        "train.device": "cuda" if is_cuda else "cpu",
+        "train.graph": recipe.train.graph and is_cuda,
         "log.timeout_s": patience,
     }
     recipe = resolve(replace(recipe, changes), world.size)

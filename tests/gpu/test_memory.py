@@ -1,19 +1,22 @@
 """Memory of the device: counted, the same in each step, and an end that says why."""
 
+import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
+from faults.run import RECIPE, SCRIPT
 from gpu.emulator.path import environment
 from gpu.shim.compile import GXX
 
+KERNELS = tempfile.TemporaryDirectory(prefix="kernels")
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
 SET_UP = """
 import numpy as np
 from cupy.cuda import streams
 from mpipar.engine import Engine
-from mpipar.engine.memory import held_memory
 from mpipar.grid import serial_grid
 from mpipar.ops import make_ops
 from parity.build import count_valid, make_batch, make_recipe, scatter, serial_recipe
@@ -29,8 +32,9 @@ def build(*words):
 def run(code: str, status: int = 0, **words: str) -> str:
     """What a process with the emulator prints; its errors where it is to fail."""
     command = [sys.executable, "-W", "error", "-c", SET_UP + code]
+    own = environment(CUDA_SHIM_CACHE=KERNELS.name, **words)
     result = subprocess.run(
-        command, env=environment(**words), capture_output=True, text=True, timeout=120
+        command, env=own, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == status, result.stderr
     return result.stderr if status else result.stdout
@@ -52,7 +56,7 @@ for _ in range(2):
     before = list(taken)
     peaks.append(ops.device_memory()["device_peak"])
 assert (pool.reservations, streams.counts["mallocs"]) == (asked, calls)
-state = {k: n for k, n in held_memory(engine).items() if k != "activations"}
+state = {k: n for k, n in engine.held_memory().items() if k != "activations"}
 predicted = engine.predicted_memory()
 assert engine.executor.peak_bytes == predicted["activations_peak"]
 assert sum(state.values()) == sum(predicted.values()) - predicted["activations_peak"]
@@ -83,11 +87,26 @@ def test_too_little_memory_is_told_by_what_holds_it():
         assert words in last, last
 
 
+def test_too_little_memory_ends_the_job_in_one_line_of_a_rank(job, tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "corpus.txt").write_text("".join(map(chr, range(32, 127))) * 60)
+    words = ["train.device=cuda", "train.global_batch=256", "parallel.zero=1"]
+    done = job(
+        2, *SCRIPT, "train", "recipe.toml", "--out", "run", *words, cwd=tmp_path,
+        timeout=120, **environment(CUPY_EMULATOR_MEMORY=str(6 << 20)),
+    )  # fmt: skip
+    assert done.status == 4, done.output
+    told = [line for line in done.output.splitlines() if "too little memory" in line]
+    assert 1 <= len(told) <= 2 and "Traceback" not in done.output, done.output
+    assert re.match(r"\[rank [01] of 2, \S+\] GPU 0 \(Emulated GPU\)", told[0]), told
+    assert "params" in told[0] and "train.recompute" in told[0], told
+
+
 # A save copies the state beside the next step, whose update must wait for it.
 SAVE = """
 from mpipar.checkpoint.snapshot import Snapshot
 from mpipar.ops.cuda.gpu import GpuOps
-engine, step = build()
+engine, step = build("train.precision=bf16", "model.family=llama")
 snapshot = Snapshot(engine.ops)
 engine.before_update = snapshot.freeze
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 ALIGNMENT = 512  # bytes, as cudaMalloc's
-# Bytes of the smallest reservation, and of what all are rounded up to
-SMALLEST = 64 << 20
-GRANULE = 2 << 20
+# Bytes of the smallest reservation, of the largest one of which less is needed, and of
+# what all are rounded up to. Libraries want memory of their own besides.
+SMALLEST, LARGEST, GRANULE = 64 << 20, 1 << 30, 2 << 20
 
 
 def rounded(size: int, multiple: int = ALIGNMENT) -> int:
@@ -93,7 +93,8 @@ class Arena:
     def _grow(self, size: int) -> None:
         """Reserves enough: more than that, so that reservations stay few and large."""
         need = rounded(size, GRANULE)
-        wanted = max(need, self.least, rounded(self.reserved // 4, GRANULE))
+        ahead = min(LARGEST, rounded(self.reserved // 4, GRANULE))
+        wanted = max(need, self.least, ahead)
         try:
             address = self.reserve(wanted)
         except MemoryError:
@@ -133,7 +134,7 @@ class Pool:
         reserve: Callable[[int], int],
         release: Callable[[int], None],
         stream: Callable[[], int],
-        limit: int = 0,
+        limit: Callable[[], int] = int,
     ) -> None:
         self._reserve, self._release, self._stream = reserve, release, stream
         self.limit, self.reservations, self.peak = limit, 0, 0
@@ -218,7 +219,8 @@ class Pool:
 
     def _more(self, size: int) -> int:
         """A reservation; unused ones are given back where there is no room."""
-        if not self.limit or self.reserved + size <= self.limit:
+        limit = self.limit()
+        if not limit or self.reserved + size <= limit:
             try:
                 return self._asked(size)
             except MemoryError:
@@ -226,8 +228,8 @@ class Pool:
         for arena in self.arenas.values():
             for address in arena.spare():
                 self._release(address)
-        if self.limit and self.reserved + size > self.limit:
-            raise MemoryError(f"{self.limit:,} bytes may be reserved")
+        if limit and self.reserved + size > limit:
+            raise MemoryError(f"{limit:,} bytes may be reserved")
         return self._asked(size)
 
     def _asked(self, size: int) -> int:

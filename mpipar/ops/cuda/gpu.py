@@ -2,9 +2,10 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -41,8 +42,10 @@ class Gpu:
         self.total = cupy.cuda.runtime.memGetInfo()[1]
         # Reservations when it was last looked at, and what others took then
         self._context = -1, 0
-        self.pool = Pool(self._reserve, cupy.cuda.runtime.free, self._stream)
-        self.held: Callable[[], Mapping[str, int]] = dict
+        # What CuPy's own pool is limited to, by a call or by CUPY_GPU_MEMORY_LIMIT
+        limit = cupy.get_default_memory_pool().get_limit
+        self.pool = Pool(self._reserve, cupy.cuda.runtime.free, self._stream, limit)
+        self.held: Callable[[], Callable | None] = lambda: None
         allocator = cupy.cuda.PythonFunctionAllocator(self._malloc, self.pool.free)
         cupy.cuda.set_allocator(allocator.malloc)
         self.main.use()
@@ -90,7 +93,8 @@ class Gpu:
         """What is asked for, what there is, and what holds it."""
         runtime, pool = self.cupy.cuda.runtime, self.pool
         name = runtime.getDeviceProperties(self.number)["name"].decode()
-        held = {kind: n for kind, n in self.held().items() if n}
+        ask = self.held() or dict
+        held = {kind: n for kind, n in ask().items() if n}
         held["others"] = max(0, pool.now - sum(held.values()))
         parts = ", ".join(f"{kind} {n / MIB:,.0f}" for kind, n in held.items())
         free = runtime.memGetInfo()[0]
@@ -100,6 +104,39 @@ class Gpu:
             f"{f' ({reason})' if reason else ''}; this rank holds {pool.now / MIB:,.0f}"
             f" MiB ({parts}) of {pool.reserved / MIB:,.0f} MiB reserved; {ADVICE}"
         )
+
+
+class Recording:
+    """What the main stream was given once, and does again with each launch.
+
+    Its arrays have memory of their own: in each launch they lie where they lay when it
+    was recorded, and nobody else uses it in between.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._graph = gpu, None
+        self._memory = gpu.pool.inner()
+
+    def begin(self) -> None:
+        """From here on work is noted, not done."""
+        self._gpu.pool.use(self._memory)
+        self._gpu.main.begin_capture()
+
+    def end(self) -> None:
+        """Work is done again as it comes.   Raises the error of the runtime where some
+        of it cannot be recorded"""
+        self._gpu.pool.use(None)
+        self._graph = self._gpu.main.end_capture()
+
+    def launch(self) -> None:
+        """Does it all again."""
+        self._graph.launch(self._gpu.main)
+
+    def close(self) -> None:
+        """Forgets it, once its last launch has been done."""
+        self._gpu.main.synchronize()
+        self._graph = None
+        self._gpu.pool.drop(self._memory)
 
 
 @cache
@@ -133,11 +170,20 @@ class GpuOps(DeviceOps):
         self.xp.cuda.get_current_stream().wait_event(event)
 
     def finish(self, event: Event) -> None:
+        # A thread begins on the first device.
+        self.xp.cuda.Device(self.gpu.number).use()
         event.synchronize()
 
     def host_bytes(self, size: int) -> np.ndarray:
-        # CuPy's own pool would round it up to a power of two.
-        memory = self.xp.cuda.PinnedMemory(max(1, size))
+        runtime = self.xp.cuda.runtime
+        try:
+            # CuPy's own pool would round it up to a power of two.
+            memory = self.xp.cuda.PinnedMemory(max(1, size))
+        except runtime.CUDARuntimeError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            # Copies are right there too, but the host waits for them.
+            return super().host_bytes(size)
         raw = (ctypes.c_uint8 * size).from_address(memory.ptr)
         raw.owner = memory
         return np.frombuffer(raw, np.uint8)
@@ -145,8 +191,21 @@ class GpuOps(DeviceOps):
     def copy_to_host(self, x: Array, out: np.ndarray) -> None:
         x.get(out=out, blocking=False)
 
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        recording = Recording(self.gpu)
+        recording.begin()
+        try:
+            yield recording
+        except BaseException:
+            # Its own error tells more than that of a broken recording.
+            with suppress(self.xp.cuda.runtime.CUDARuntimeError):
+                recording.end()
+            raise
+        recording.end()
+
     def account(self, held: Callable[[], Mapping[str, int]]) -> None:
-        self.gpu.held = held
+        self.gpu.held = WeakMethod(held)
 
     def device_memory(self) -> dict[str, int]:
         return self.gpu.memory()

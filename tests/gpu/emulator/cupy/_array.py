@@ -12,6 +12,8 @@ from cupy.cuda import memory, streams
 
 # Which pass all their work to the host, where it is waited for
 _SEEN_BY_HOST = {"flatnonzero", "nonzero", "unique", "array_equal"}
+# Which write into the first array that they are given
+_INTO_FIRST = {"copyto", "put_along_axis"}
 
 
 class ndarray:
@@ -97,14 +99,19 @@ class ndarray:
         view.base = self if self.base is None else self.base
         return view
 
-    def _of(self, host: np.ndarray) -> "ndarray":
-        """A view where NumPy gave one, else an array in device memory."""
+    def _of(self, make: Callable[[], np.ndarray]) -> "ndarray":
+        """A view where NumPy gives one, else an array in device memory."""
+        host = np.asarray(_quietly(make))
         shares = np.may_share_memory(host, self.host) and host.size
-        return self._view(host) if shares else _new(host)
+        if shares:
+            return self._view(host)
+        streams.run_current()
+        return _made(make)
 
     def reshape(self, *shape: Any, order: str = "C") -> "ndarray":
         streams.run_current()
-        return self._of(self.host.reshape(*shape, order=order))
+        own = self.host
+        return self._of(lambda: own.reshape(*shape, order=order))
 
     def view(self, dtype: Any = None) -> "ndarray":
         return self._view(self.host.view(dtype))
@@ -120,25 +127,22 @@ class ndarray:
 
     def ravel(self, order: str = "C") -> "ndarray":
         streams.run_current()
-        return self._of(self.host.ravel(order))
+        own = self.host
+        return self._of(lambda: own.ravel(order))
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: Any) -> "ndarray":
-        key = _index(key)
-        part = np.asarray(self.host[key])
-        if part.size and np.may_share_memory(part, self.host):
-            return self._view(part)
-        streams.run_current()
-        return _new(self.host[key])
+        key, own = _index(key), self.host
+        return self._of(lambda: own[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError("a NumPy array cannot be written into an array on a device")
-        key = _index(key)
-        streams.run_current()
-        self.host[key] = value.host if isinstance(value, ndarray) else value
+        key, own = _index(key), self.host
+        given = value.host if isinstance(value, ndarray) else value
+        streams.do(lambda: operator.setitem(own, key, given))
 
     # --- copies -----------------------------------------------------------------------
 
@@ -170,17 +174,19 @@ class ndarray:
 
     def copy(self, order: str = "C") -> "ndarray":
         streams.run_current()
-        return _new(self.host.copy(order))
+        own = self.host
+        return _made(lambda: own.copy(order))
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> "ndarray":
         if not copy and self.dtype == dtype:
             return self
         streams.run_current()
-        return _new(self.host.astype(dtype))
+        own = self.host
+        return _made(lambda: own.astype(dtype))
 
     def fill(self, value: Any) -> None:
-        streams.run_current()
-        self.host.fill(value)
+        own = self.host
+        streams.do(lambda: own.fill(value))
 
     def item(self) -> Any:
         return self.get().item()
@@ -213,12 +219,21 @@ def _index(key: Any) -> Any:
     return key.host
 
 
-def _new(host: Any) -> ndarray:
-    """An array in new device memory with the numbers of a NumPy array."""
-    host = np.asarray(host)
+def _made(make: Callable[[], Any], host: Any = None) -> ndarray:
+    """An array in new device memory with what `make` gives, again in each launch of a
+    graph; `host` is what it gives now."""
+    host = np.asarray(_quietly(make) if host is None else host)
     made = ndarray(host.shape, host.dtype)
-    streams.run_current()
-    made.host[...] = host
+    place = made.host
+
+    def write() -> None:
+        place[...] = make()
+
+    if streams.current().recording is not None:
+        streams.do(write)
+    else:
+        streams.run_current()
+        place[...] = host
     return made
 
 
@@ -239,33 +254,48 @@ def wrapped(function: Callable) -> Callable:
             streams.current().synchronize()
         else:
             streams.run_current()
-        options = {name: _inner(value) for name, value in options.items()}
+        inner = _inner(inputs)
+        options = {k: _inner(v) for k, v in options.items()}
         if out is not None:
             options["out"] = out.host
-        result = function(*_inner(inputs), **options)
-        if out is not None or result is None:
+        if out is not None or function.__name__ in _INTO_FIRST:
+            streams.do(lambda: function(*inner, **options))
             return out
+        result = _quietly(lambda: function(*inner, **options))
         if isinstance(result, tuple | list):
-            return type(result)(_result(r, inputs) for r in result)
-        return _result(result, inputs)
+            return type(result)(
+                _result(lambda i=i: function(*inner, **options)[i], x, inputs)
+                for i, x in enumerate(result)
+            )
+        return _result(lambda: function(*inner, **options), result, inputs)
 
     return call
 
 
-def _result(host: Any, inputs: tuple) -> ndarray:
+def _quietly(work: Callable[[], Any]) -> Any:
+    """What is captured is done on numbers that may be anything."""
+    if streams.current().recording is None:
+        return work()
+    with np.errstate(all="ignore"):
+        return work()
+
+
+def _result(make: Callable[[], Any], host: Any, inputs: tuple) -> ndarray:
     """A view of an input where NumPy made one, else a new array."""
     host = np.asarray(host)
     for x in inputs:
         if isinstance(x, ndarray) and host.size and np.may_share_memory(x.host, host):
             return x._view(host)
-    return _new(host)
+    return _made(make, host)
 
 
 def asarray(a: Any, dtype: Any = None, order: Any = None, **_: Any) -> ndarray:
     """An array on the device; `a` itself where it is one of that type."""
     if isinstance(a, ndarray):
         return a if dtype is None or a.dtype == dtype else a.astype(dtype)
-    return _new(np.asarray(a, dtype))
+    # Copied by an event's leave
+    streams.refuse_capture(streams.current())
+    return _made(lambda: np.asarray(a, dtype))
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -312,8 +342,8 @@ def _add_methods() -> None:
 
 def _in_place(plain: Callable) -> Callable:
     def call(self: ndarray, other: Any) -> ndarray:
-        streams.run_current()
-        plain(self.host, _inner(other))
+        own, given = self.host, _inner(other)
+        streams.do(lambda: plain(own, given))
         return self
 
     return call

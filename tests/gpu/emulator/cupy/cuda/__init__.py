@@ -20,6 +20,7 @@ from cupy.cuda.memory import (
 from cupy.cuda.stream import (
     Event,
     ExternalStream,
+    Graph,
     Stream,
     get_current_stream,
     get_elapsed_time,
@@ -30,6 +31,7 @@ __all__ = [
     "Device",
     "Event",
     "ExternalStream",
+    "Graph",
     "Memory",
     "MemoryPointer",
     "MemoryPool",

@@ -47,8 +47,22 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
+        streams.refuse_capture(self._queue)
         mark = event.mark
         self._queue.submit(mark.run)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        if self.ptr == 0:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        self._queue.run()
+        self._queue.recording = []
+
+    def end_capture(self) -> "Graph":
+        work, self._queue.recording = self._queue.recording, None
+        return Graph(work)
+
+    def is_capturing(self) -> bool:
+        return self._queue.recording is not None
 
     def launch_host_func(self, callback: Any, arg: Any) -> None:
         self._queue.submit(lambda: callback(arg))
@@ -58,6 +72,25 @@ class Stream:
 
     def __hash__(self) -> int:
         return hash(self.ptr)
+
+
+class Graph:
+    """What a stream was given while it was captured: done again by each launch.
+
+    Array operations are done once when they are captured, to know their shapes: what
+    they make then is not to be relied on.
+    """
+
+    def __init__(self, work: list) -> None:
+        self._work = work
+
+    def launch(self, stream: "Stream | None" = None) -> None:
+        streams.counts["graphs"] += 1
+        for work in self._work:
+            streams.of(stream).submit(work)
+
+    def upload(self, stream: "Stream | None" = None) -> None:
+        pass
 
 
 class ExternalStream(Stream):
@@ -85,11 +118,13 @@ class Event:
 
     @property
     def done(self) -> bool:
+        streams.refuse_capture(streams.current())
         passed = self.mark.passed
         self.mark.run()
         return passed
 
     def record(self, stream: Stream | None = None) -> None:
+        streams.refuse_capture(streams.of(stream))
         self.mark = streams.Mark()
         self.mark.put(streams.of(stream))
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-# What a test may count: waits of the host, kernels launched, calls of cudaMalloc
-counts = {"waits": 0, "launches": 0, "mallocs": 0}
+# What a test may count: waits of the host, kernels and graphs launched, calls of
+# cudaMalloc
+counts = {"waits": 0, "launches": 0, "graphs": 0, "mallocs": 0}
 
 
 class Queue:
@@ -22,9 +23,14 @@ class Queue:
     def __init__(self, ptr: int, *, blocking: bool) -> None:
         self.ptr, self.blocking = ptr, blocking
         self.work: deque[Callable[[], Any]] = deque()
+        # What a graph is being made of
+        self.recording: list[Callable[[], Any]] | None = None
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Does the work some time. It keeps no memory of the device alive."""
+        if self.recording is not None:
+            self.recording.append(work)
+            return
         if self.blocking:
             others = [null] if self is not null else _blocking()
             for queue in others:
@@ -40,6 +46,7 @@ class Queue:
 
     def synchronize(self) -> None:
         """The host waits."""
+        refuse_capture(self)
         counts["waits"] += 1
         self.run()
 
@@ -97,9 +104,30 @@ def of(stream: Any) -> Queue:
     return current() if stream is None else queues[stream.ptr]
 
 
+def refuse_capture(queue: Queue) -> None:
+    """Raises where a stream may not be used so while it is captured."""
+    if queue.recording is not None:
+        from cupy.cuda.runtime import CUDARuntimeError
+
+        raise CUDARuntimeError(
+            900, "cudaErrorStreamCaptureUnsupported: not when stream is capturing"
+        )
+
+
+def do(work: Callable[[], Any]) -> None:
+    """Work of an array operation: at once, or recorded."""
+    if current().recording is not None:
+        current().recording.append(work)
+    else:
+        run_current()
+        work()
+
+
 def run_current() -> None:
     """Before an array operation, which is done at once: what is before it."""
     queue = current()
+    if queue.recording is not None:
+        return
     for other in _blocking() if queue is null else [null] if queue.blocking else []:
         other.run()
     queue.run()
