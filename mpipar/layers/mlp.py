@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ from mpipar.layers.base import Branch, Step
 from mpipar.layers.cost import Cost
 from mpipar.layers.parameter import Parameter
 from mpipar.layers.stream import Stream
-from mpipar.layers.tensor.one_d import ColumnLinear, LinearSaved, RowLinear, even_output
+from mpipar.layers.tensor.one_d import (
+    ColumnLinear,
+    LinearLeft,
+    LinearSaved,
+    RowLinear,
+    even_output,
+)
 from mpipar.ops import Ops
 
 Array = Any
@@ -38,6 +45,8 @@ class _Mlp(Branch):
 
     activate(u) -> y, kept            u (b, s, columns of the first projection)
     activate_backward(dy, kept) -> du may overwrite dy
+    project(x, step) -> y, kept, saved          the first projection and the activation
+    project_backward(dy, saved) -> du, left     of the second one and the activation
     The activation keeps as many items a token as the first projection has columns, of
     the type that `kept_dtype` says. Told to forget, the layer saves u instead of those
     and of the second projection's input, and makes both again.
@@ -81,22 +90,36 @@ class _Mlp(Branch):
         yield from self.inputs.parameters()
         yield from self.outputs.parameters()
 
+    def project(self, x: Array, step: Step) -> tuple[Array, Array, LinearSaved]:
+        """The activation's output, what its backward needs, and the saved input."""
+        u, inputs = self.inputs.forward(x, step)
+        return *self.activate(u), inputs
+
+    def project_backward(self, dy: Array, saved: MlpSaved) -> tuple[Array, LinearLeft]:
+        """Gradient of the activation's input, and what dW of the second one needs."""
+        dy, outputs = self.outputs.backward_input(dy, saved.outputs)
+        return self.activate_backward(dy, saved.activation), outputs
+
     def forward(
         self, x: Array, step: Step, onto: Array | None = None
     ) -> tuple[Array, MlpSaved]:
-        u, inputs = self.inputs.forward(x, step)
-        y, kept = self.activate(u)
+        if self.forgets:
+            kept, inputs = self.inputs.forward(x, step)
+            y, _ = self.activate(kept)
+        else:
+            y, kept, inputs = self.project(x, step)
         y, outputs = self.outputs.forward(y, step, onto)
         if self.forgets:
-            kept, outputs.x = u, None
+            outputs.x = None
         return y, MlpSaved(inputs, kept, outputs)
 
     def backward_input(self, dy: Array, saved: MlpSaved) -> tuple[Array, MlpLeft]:
         if saved.outputs.x is None:
             y, saved.activation = self.activate(saved.activation)
             saved.outputs.x = self.ops.operand(y)
-        dy, outputs = self.outputs.backward_input(dy, saved.outputs)
-        du = self.activate_backward(dy, saved.activation)
+            du, outputs = _Mlp.project_backward(self, dy, saved)
+        else:
+            du, outputs = self.project_backward(dy, saved)
         dx, inputs = self.inputs.backward_input(du, saved.inputs)
         return dx, MlpLeft(inputs, outputs)
 
@@ -123,7 +146,7 @@ class GeluMlp(_Mlp):
 
     Shapes    x, y (b, s/u, d)   stream layout;  inner (b, s, f/tp)
     Backward  as the projections, with du = dy·GELU′(u)
-    Saves     x, the slope GELU′(u), GELU(u): b·s/u·d + 2·b·s·f/tp operand items
+    Saves     x, the slope GELU′(u) or u, GELU(u): b·s/u·d + 2·b·s·f/tp operand items
     Moves     as ColumnLinear plus RowLinear
     Flops     4·b·s·d·f/tp
     Precision the compute type
@@ -156,6 +179,17 @@ class GeluMlp(_Mlp):
 
     def activate_backward(self, dy: Array, kept: Array) -> Array:
         return self.ops.gelu_dx(dy, kept)
+
+    def project(self, x: Array, step: Step) -> tuple[Array, Array, LinearSaved]:
+        product = partial(self.ops.linear_gelu_fwd, tanh=self.tanh)
+        (y, kept), inputs = self.inputs.through(product, x)
+        return y, kept, inputs
+
+    def project_backward(self, dy: Array, saved: MlpSaved) -> tuple[Array, LinearLeft]:
+        product = partial(
+            self.ops.linear_gelu_dx, kept=saved.activation, tanh=self.tanh
+        )
+        return self.outputs.backward_through(product, dy, saved.outputs)
 
 
 class SwigluMlp(_Mlp):

@@ -17,6 +17,8 @@ class ProductOps:
     wide: Callable[[Array], Array]
     operand: Callable[[Array], Array]
     add_to: Callable[[Array, Array], None]
+    gelu_fwd: Callable[..., tuple[Array, Array]]
+    gelu_dx: Callable[[Array, Array], Array]
 
     def linear_fwd(
         self,
@@ -56,3 +58,20 @@ class ProductOps:
     def linear_db(self, dy: Array, db: Array) -> None:
         """db += Σ_tokens dy.   dy (..., f), db (f,)"""
         self.add_to(db, self.wide(dy.reshape(-1, dy.shape[-1])).sum(axis=0))
+
+    def linear_gelu_fwd(
+        self, x: Array, w: Array, b: Array | None, *, tanh: bool
+    ) -> tuple[Array, Array]:
+        """y = GELU(x Wᵀ + b), and what `linear_gelu_dx` needs: operands both.
+
+        Shapes   x (..., d), W (f, d), b (f,)  →  (..., f) each
+        tanh     as in `gelu_fwd`
+        """
+        return self.gelu_fwd(self.linear_fwd(x, w, b), tanh=tanh)
+
+    def linear_gelu_dx(self, dy: Array, w: Array, kept: Array, *, tanh: bool) -> Array:
+        """du = (dy W) · GELU′(u), an operand; W is of the product that reads GELU(u).
+
+        Shapes   dy (..., d), W (d, f), kept of `linear_gelu_fwd`  →  (..., f)
+        """
+        return self.gelu_dx(self.linear_dx(dy, w), kept)

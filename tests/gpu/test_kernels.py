@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 SIZES = [(1, 1, 1), (3, 5, 6), (2, 85, 300), (2, 300, 3), (1, 2, 9000)]
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
 OURS = [c for c in CALLS if getattr(CudaOps, c.op) is not getattr(Ops, c.op)]
+# Those of cuBLASLt have tests of their own.
+KERNELS = [c for c in OURS if c.op == "linear_db" or not c.op.startswith("linear_")]
 # What may hold 16-bit numbers
 HALVES = {"b", "gain", "bias", "table", "grad", "slope", "dgain", "dbias", "dtable",
           "dgate", "dup", "db"}  # fmt: skip
@@ -75,7 +77,7 @@ def as_double(x):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("call", OURS, ids=str)
+@pytest.mark.parametrize("call", KERNELS, ids=str)
 def test_kernels_agree_with_the_reference(call, precision):
     dtype, half = PRECISIONS[precision]
     for size in SIZES:
@@ -111,8 +113,8 @@ def test_most_of_the_passes_between_products_are_kernels():
     """What the reference's array operations do is named in the docstring of CudaOps."""
     theirs = {call.op for call in CALLS} - {call.op for call in OURS}
     assert theirs == {
-        "linear_fwd", "linear_dx", "linear_dw", "erf", "rope_table", "row_sum",
-        "gather_rows", "combine_rows", "combine_rows_bwd",
+        "erf", "rope_table", "row_sum", "gather_rows", "combine_rows",
+        "combine_rows_bwd",
     }  # fmt: skip
 
 

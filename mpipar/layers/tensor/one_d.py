@@ -1,7 +1,8 @@
 """Dense layers cut in one dimension: by rows of W (outputs) or by columns (inputs)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,12 +128,13 @@ class ColumnLinear(Layer):
             yield from self.bias.parts
 
     def forward(self, x: Array, step: Step) -> tuple[Array, LinearSaved]:
+        return self.through(partial(self.ops.linear_fwd, narrow=self.narrow), x)
+
+    def through(self, product: Callable[..., Any], x: Array) -> tuple[Any, LinearSaved]:
+        """What product(x, W, b) gives, and what `backward_input` needs."""
         bias = None if self.bias is None else self.bias.data
         x = self.ops.operand(x)
-        y = self.ops.linear_fwd(
-            self.stream.leave(x), self.weight.data, bias, narrow=self.narrow
-        )
-        return y, LinearSaved(x)
+        return product(self.stream.leave(x), self.weight.data, bias), LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
         x, dy = self.stream.leave(saved.x), self.ops.operand(dy)
@@ -222,14 +224,20 @@ class RowLinear(Branch):
         return y, LinearSaved(x)
 
     def backward_input(self, dy: Array, saved: LinearSaved) -> tuple[Array, LinearLeft]:
+        product = partial(self.ops.linear_dx, narrow=self.narrow)
+        return self.backward_through(product, dy, saved)
+
+    def backward_through(
+        self, product: Callable[..., Array], dy: Array, saved: LinearSaved
+    ) -> tuple[Array, LinearLeft]:
+        """What product(dy, W) gives, and what `backward_weight` needs."""
         dy, db = self.ops.operand(dy), None
         if self.bias is not None:
             # y = stream tokens + b: the bias sees this rank's own tokens only.
             db = self.ops.zeros(self.bias.local_shape)
             self.ops.linear_db(dy, db)
         dy = self.stream.enter_backward(dy)
-        dx = self.ops.linear_dx(dy, self.weight.data, narrow=self.narrow)
-        return dx, LinearLeft(dy, saved.x, db)
+        return product(dy, self.weight.data), LinearLeft(dy, saved.x, db)
 
     def backward_weight(self, left: LinearLeft) -> None:
         self.ops.linear_dw(left.dy, left.x, self.weight.grad)

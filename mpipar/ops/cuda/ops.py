@@ -9,16 +9,24 @@ from mpipar.ops.cuda.loss import CudaLossOps
 from mpipar.ops.cuda.norms import CudaNormOps
 from mpipar.ops.cuda.optimizer import CudaOptimizerOps
 from mpipar.ops.cuda.positions import CudaPositionOps
+from mpipar.ops.cuda.products import CudaProductOps
 
 
 class CudaOps(
-    CudaAttentionOps, CudaNormOps, CudaPositionOps, CudaLossOps, CudaOptimizerOps
+    CudaAttentionOps,
+    CudaNormOps,
+    CudaPositionOps,
+    CudaProductOps,
+    CudaLossOps,
+    CudaOptimizerOps,
 ):
     """Same signatures as the reference, same results up to rounding, and the same from
     run to run: no sum depends on the order in which blocks run.
 
-    Without kernels of their own: matrix products, the moves of rows to experts,
-    rope_table, row_sum, erf. They are the reference's array operations.
+    Dense products are those of cuBLASLt; which algorithm it takes may be timed, and so
+    differ from run to run (`products.Products`). Without kernels of their own are the
+    moves of rows to experts, rope_table, row_sum and erf: they are the reference's
+    array operations.
     """
 
     @property

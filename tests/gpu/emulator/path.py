@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from gpu.shim.compile import GXX, cublaslt
+
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
 
@@ -12,4 +14,6 @@ def environment(devices: int = 1, **words: str) -> dict[str, str]:
     there = [p for p in (os.environ.get("PYTHONPATH"),) if p]
     paths = os.pathsep.join([str(HERE), str(TESTS), *there])
     own = {"PYTHONPATH": paths, "CUPY_EMULATOR_DEVICES": str(devices)}
+    if GXX is not None:
+        own["MPIPAR_CUBLASLT"] = cublaslt()
     return {**os.environ, **own, **words}

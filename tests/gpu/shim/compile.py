@@ -103,21 +103,32 @@ class Zones:
 
 @cache
 def library(text: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    """The program as a shared library.
+    """The program as a shared library."""
+    exports = [f"EXPORT(entry{i}, {name})" for i, name in enumerate(names)]
+    code = "\n".join(['#include "cuda.h"', text, *exports])
+    return ctypes.CDLL(str(built(code)))
+
+
+@cache
+def cublaslt() -> str:
+    """Path of the library that stands for cuBLASLt."""
+    return str(built((HERE / "cublaslt.cpp").read_text()))
+
+
+def built(code: str) -> Path:
+    """A shared library.
 
     It is kept in the folder that CUDA_SHIM_CACHE names, for all processes of a job, or
     in one that goes with the process.
     """
-    exports = [f"EXPORT(entry{i}, {name})" for i, name in enumerate(names)]
-    code = "\n".join(['#include "cuda.h"', text, *exports])
     folder = Path(os.environ.get("CUDA_SHIM_CACHE") or FOLDER.name)
-    built = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:16]}.so"
+    file = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:16]}.so"
     # Ranks that need the same program wait for the first one
-    with open(built.with_suffix(".lock"), "w") as lock:
+    with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            _compile(code, built)
-    return ctypes.CDLL(str(built))
+        if not file.exists():
+            _compile(code, file)
+    return file
 
 
 def _compile(code: str, built: Path) -> None:

@@ -25,7 +25,10 @@ from numpy import (  # noqa: F401
     uint64,
 )
 
-from cupy import cuda
+from cupy import (
+    _products,  # noqa: F401
+    cuda,
+)
 from cupy._array import asarray, asnumpy, empty, ndarray, wrapped
 from cupy._raw import RawModule
 
