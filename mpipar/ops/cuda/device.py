@@ -58,7 +58,7 @@ class HostDevice:
         if stream not in self._workspaces:
             is_large = self.capability >= (9, 0)
             size = WORKSPACE_BYTES if is_large else SMALL_WORKSPACE_BYTES
-            at, owner = self.allocate(size)
+            at, owner = self._reserve(size)
             self._workspaces[stream] = at, size, owner
         return self._workspaces[stream][:2]
 
@@ -67,6 +67,10 @@ class HostDevice:
         memory = np.empty(size + WORKSPACE_ALIGNMENT, np.uint8)
         unaligned = -memory.ctypes.data % WORKSPACE_ALIGNMENT
         return memory.ctypes.data + unaligned, memory
+
+    def _reserve(self, size: int) -> tuple[int, Any]:
+        """As `allocate`, for good: not from what others take memory back from."""
+        return self.allocate(size)
 
 
 class CupyDevice(HostDevice):
@@ -102,4 +106,8 @@ class CupyDevice(HostDevice):
 
     def allocate(self, size: int) -> tuple[int, Any]:
         memory = self.cuda.alloc(size)
+        return memory.ptr, memory
+
+    def _reserve(self, size: int) -> tuple[int, Any]:
+        memory = self.cuda.Memory(size)
         return memory.ptr, memory
