@@ -27,7 +27,14 @@ KERNELS = [c for c in OURS if c.op == "linear_db" or not c.op.startswith("linear
 # What may hold 16-bit numbers
 HALVES = {"b", "gain", "bias", "table", "grad", "slope", "dgain", "dbias", "dtable",
           "dgate", "dup", "db"}  # fmt: skip
-ALSO = {"square_sum": {"x"}, "linear_db": {"dy"}}
+ALSO = {
+    "linear_fwd": {"x", "w"},
+    "linear_dx": {"dy", "w"},
+    "linear_dw": {"dy", "x", "dw"},
+    "linear_gelu_fwd": {"x", "w"},
+    "square_sum": {"x"},
+    "linear_db": {"dy"},
+}
 
 
 def on_cpu(precision: str, *, backwards: bool = False, edit: tuple = ()) -> CudaOps:
@@ -50,6 +57,7 @@ class Narrow:
 
     def __init__(self, call, dtype):
         self.op, self.call, self.dtype = call.op, call, np.dtype(dtype)
+        self.keeps = call.keeps
 
     def arguments(self, draw):
         given = self.call.arguments(draw)
@@ -64,7 +72,7 @@ class Wide:
     """The same numbers in float64, for the reference."""
 
     def __init__(self, call):
-        self.op, self.call = call.op, call
+        self.op, self.call, self.keeps = call.op, call, call.keeps
 
     def arguments(self, draw):
         return {n: as_double(x) for n, x in self.call.arguments(draw).items()}

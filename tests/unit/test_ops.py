@@ -50,7 +50,7 @@ def test_every_operation_on_arrays_is_among_the_calls():
         "empty", "zeros", "to_host", "matmul_rate", "scratch",
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
         "fill_normal", "precision", "operand", "empty_operand", "is_mixed",
-        "wide", "store", "add_to", "narrow_results",
+        "wide", "store", "add_to", "linear_gelu_dx", "narrow_results",
     }  # fmt: skip
     elsewhere |= public(DeviceOps)
     assert public(Ops) == elsewhere | {call.op for call in CALLS}

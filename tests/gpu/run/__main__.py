@@ -100,9 +100,8 @@ def _environment(scratch: Path, *, dry: bool) -> dict[str, str]:
     if dry:
         from gpu.emulator.path import environment
 
-        paths = environment()["PYTHONPATH"]
-        env |= {"PYTHONPATH": paths, "CUPY_EMULATOR_DEVICES": "1"}
-        env.setdefault("CUDA_SHIM_CACHE", str(scratch))
+        os.environ.setdefault("CUDA_SHIM_CACHE", str(scratch))
+        env |= environment()
     return env
 
 

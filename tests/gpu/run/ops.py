@@ -1,6 +1,7 @@
 """Every operation in every precision against the reference in fp64 on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numeric import Draw
 from ops_cases import CALLS
 
 from mpipar.ops import Ops, make_ops
+from mpipar.ops.half import narrow
 
 # (b, s, width) of real models: of GPT-2, of Llama, a row of logits
 REAL = [(2, 128, 768), (1, 40, 4096), (1, 3, 50304)]
@@ -34,6 +36,11 @@ def run(setting: Setting, records: Records) -> None:
             records.check(name, worst_of(ops, exact, call, precision, sizes), 1.0)
             if setting.left <= 0:
                 return
+        for tanh in (True, False):
+            name = f"GELU between products, {'tanh' if tanh else 'erf'} {precision}"
+            width = setting.choose(3072, 24)
+            act = partial(gelu_error, ops, exact, precision, tanh, width)
+            records.check(name, act, 1.0)
 
 
 def worst_of(
@@ -51,6 +58,25 @@ def worst_of(
     return worst
 
 
+def gelu_error(ops: Any, exact: Ops, precision: str, tanh: bool, width: int) -> float:
+    """The largest error of y and du, as a multiple of what is allowed."""
+    draw, half = np.random.default_rng(), PRECISIONS[precision][1]
+    shapes = (48, 64), (width, 64), (width,), (48, 32), (32, width)
+    given = [draw.standard_normal(shape).astype(ops.dtype) for shape in shapes]
+    if half is not None:
+        given = [narrow(x, np.empty(x.shape, ops.operand_dtype)) for x in given]
+    results = []
+    for kind, arrays in (
+        (ops, [ops.asarray(x) for x in given]),
+        (exact, [as_double(x) for x in given]),
+    ):
+        x, w, b, dy, down = arrays
+        y, kept = kind.linear_gelu_fwd(x, w, b, tanh=tanh)
+        results.append((y, kind.linear_gelu_dx(dy, down, kept, tanh=tanh)))
+    worst = max(_distance(ops, *pair) for pair in zip(*results, strict=True))
+    return worst / (SLACK * TOLERANCE[precision])
+
+
 def _error(ops: Any, exact: Ops, call: Any, precision: str, size: tuple) -> float:
     """Of all results and of all arrays that are written, relative to their largest."""
     half = PRECISIONS[precision][1]
@@ -65,6 +91,7 @@ def _error(ops: Any, exact: Ops, call: Any, precision: str, size: tuple) -> floa
     got = getattr(ops, call.op)(**held)
     want = getattr(exact, call.op)(**wide)
     pairs = list(zip(_list(got), _list(want), strict=True))
+    pairs = pairs[:1] if call.keeps else pairs
     if call.op not in OVER:
         pairs += [(held[name], wide[name]) for name in call.writes]
     return max((_distance(ops, x, y) for x, y in pairs), default=0.0)

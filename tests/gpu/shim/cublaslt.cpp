@@ -180,13 +180,10 @@ bool aligned(const void* at, uint64_t bytes) { return uintptr_t(at) % bytes == 0
 
 extern "C" {
 
-// The emulated CuPy does the work in the order of its streams.
+// The emulated CuPy does the work in the order of its streams, and what it records more
+// than once: so it is never deleted.
 void shim_defer(void (*submit)(void*, void*)) { defer = submit; }
-void shim_work(void* work) {
-    auto* function = static_cast<std::function<void()>*>(work);
-    (*function)();
-    delete function;
-}
+void shim_work(void* work) { (*static_cast<std::function<void()>*>(work))(); }
 
 size_t cublasLtGetVersion() { return 130000; }
 const char* cublasLtGetStatusName(int status) {

@@ -46,9 +46,6 @@ class Stream:
         event.record(self)
         return event
 
-    def is_capturing(self) -> bool:
-        return False
-
     def wait_event(self, event: "Event") -> None:
         streams.refuse_capture(self._queue)
         mark = event.mark
