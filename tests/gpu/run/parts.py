@@ -38,6 +38,7 @@ class Part:
 PARTS = (
     Part("machine", "facts", "check", 45),
     Part("ops", "ops", "check", 90),
+    Part("products", "products", "check", 50),
     Part("attention", "attention", "check", 40),
     Part("parity on 1 rank", "parity", "parity", 40, 1),
     Part("speed of gpt2-124m", "speed", "bench", 130),
