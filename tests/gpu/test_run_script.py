@@ -148,7 +148,7 @@ def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(GXX is None, reason="needs g++")
 def test_a_dry_run_goes_through_the_parts(tmp_path: Path) -> None:
-    modules = ("facts", "ops", "attention", "parity", "kernels")
+    modules = ("facts", "ops", "products", "attention", "layouts", "kernels")
     job = dry_run(tmp_path, "--only", ",".join(modules))
     assert job.returncode == 0, job.stdout + job.stderr
     found = json.loads((tmp_path / "results.json").read_text())

@@ -42,12 +42,12 @@ PARTS = (
     Part("attention", "attention", "check", 40),
     Part("parity on 1 rank", "parity", "parity", 40, 1),
     Part("speed of gpt2-124m", "speed", "bench", 130),
-    Part("parity on 2 ranks", "parity", "parity", 60, 2),
+    Part("parity on 2 ranks", "layouts", "parity", 60, 2),
     Part("time of a step", "profile", "bench", 40),
     Part("kernels", "kernels", "bench", 45),
     Part("training", "training", "parity", 60),
     Part("speed of llama-8b", "speed", "bench", 110),
-    Part("parity on 4 ranks", "parity", "parity", 60, 4),
+    Part("parity on 4 ranks", "layouts", "parity", 60, 4),
     Part("speed of gpt2-1.5b", "speed", "bench", 130),
 )
 GROUPS = tuple(dict.fromkeys(part.group for part in PARTS))
