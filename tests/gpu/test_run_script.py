@@ -13,6 +13,7 @@ from gpu.run import report
 from gpu.run.ops import on_device, worst_of
 from gpu.run.parts import PARTS, Files, Part, run_part
 from gpu.run.record import Records, SkippedError, read
+from gpu.run.speed import RACES
 from gpu.shim.compile import GXX
 from ops_cases import CALLS
 
@@ -136,6 +137,13 @@ def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess:
     env |= {"PYTHON": sys.executable}
     command = ["bash", str(SCRIPT), "--dry-run", "--out", str(out), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_every_part_has_its_module() -> None:
+    there = {file.stem for file in (SCRIPT.parent / "run").glob("*.py")}
+    assert {part.module for part in PARTS} <= there
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert set(RACES) == {part.name for part in PARTS if part.module == "speed"}
 
 
 def test_a_wrong_word_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ PARTS = (
     Part("ops", "ops", "check", 90),
     Part("products", "products", "check", 50),
     Part("attention", "attention", "check", 40),
-    Part("parity on 1 rank", "parity", "parity", 40, 1),
+    Part("parity on 1 rank", "layouts", "parity", 40, 1),
     Part("speed of gpt2-124m", "speed", "bench", 130),
     Part("parity on 2 ranks", "layouts", "parity", 60, 2),
     Part("time of a step", "profile", "bench", 40),
