@@ -30,7 +30,7 @@ done
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
 
-given=${PYTHON:-$(find_python)}
+given=$(command -v "${PYTHON:-$(find_python)}") || fail "PYTHON = $PYTHON is not there"
 python=$given own=$root/.venv-gpu
 needs=("$root/tests/gpu/run/needs.py" $dry)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,10 +29,10 @@ WORLD = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
 
 def main() -> None:
     """List them; --dry-run needs no GPU's packages."""
-    missing = [package for module, package in NEEDED.items() if not there(module)]
+    missing = [package for module, package in NEEDED.items() if not works(module)]
     if "--dry-run" not in sys.argv:
         kind = "13x" if cuda_version() >= 13 else "12x"
-        missing += [f"cupy-cuda{kind}"] * (not there("cupy"))
+        missing += [f"cupy-cuda{kind}"] * (not works("cupy"))
         missing += ["?nvidia-cudnn-frontend<1.27"] * (not there("cudnn"))
         missing += ["?torch"] * (not there("torch"))
     if "mpi4py" not in missing and not mpi_works():
@@ -40,12 +41,21 @@ def main() -> None:
     print("\n".join(missing))
 
 
-def there(module: str) -> bool:
-    """Whether this Python finds it; a broken one is told when it is used."""
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
+def works(module: str) -> bool:
+    """Whether it can be imported; what is there and broken says why."""
+    if find_spec(module) is None:
         return False
+    try:
+        import_module(module)
+    except Exception as error:
+        print(f"{module} cannot be imported: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def there(module: str) -> bool:
+    """Whether this Python has it; a large one is not loaded to see."""
+    return find_spec(module) is not None
 
 
 def beside(program: str) -> str | None:
