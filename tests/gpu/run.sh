@@ -63,14 +63,15 @@ if ! installed || [ -n "$("$python" "${needs[@]}")" ]; then
     make_own
     installed || pip --no-deps --no-build-isolation --editable "$root" ||
         pip --no-deps --editable "$root" || fail "pip could not install mpipar"
+    # Twice, since whether MPI works is known only with mpi4py.
     for round in 1 2; do
-        for name in $("$python" "${needs[@]}"); do
-            # PyTorch is compared with where it is; it is too large to be fetched here.
-            [ "$name" = "?torch" ] || pip "${name#\?}" || echo "no $name: pip failed"
-        done
+        # PyTorch is compared with where it is; it is too large to be fetched here.
+        mapfile -t names < <("$python" "${needs[@]}" | sed 's/^?//' | grep -vx -e torch -e '')
+        [ ${#names[@]} -eq 0 ] || pip "${names[@]}" ||
+            for name in "${names[@]}"; do pip "$name" || echo "no $name: pip failed"; done
     done
     missing=$("$python" "${needs[@]}")
-    [ -z "$missing" ] || echo "missing (? = the run goes on without it):" $missing
+    [ -z "$missing" ] || echo "missing (? = the run goes on without it): ${missing//$'\n'/, }"
     ! grep -qv '^?' <<<"${missing:-?}" || fail "install them, or name a folder by --wheels"
 fi
 
