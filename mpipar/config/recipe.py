@@ -258,6 +258,12 @@ class Train(Section):
         description="GPU only: the passes of a micro-batch are recorded once, and "
         "launched as one from then on",
     )
+    attention: Literal["auto", "cudnn", "flash"] = Field(
+        "auto",
+        description="bf16 and fp16 on a GPU: whose kernels work on whole sequences "
+        "without dropout; flash = mpipar's own, which do all else, auto = cuDNN where "
+        "it is installed",
+    )
     check_every: Natural = Field(
         0,
         description="steps between checks that ranks with the same weights have the "

@@ -36,7 +36,7 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
     if grid.node_rank > 0:
         grid.world.barrier()
     try:
-        ops = make_ops(device, precision, grid.node_rank)
+        ops = make_ops(device, precision, grid.node_rank, recipe.train.attention)
         if recipe.train.graph and ops.on_host:
             raise DeviceError(
                 "train.graph = true needs a GPU, and none is used; try "

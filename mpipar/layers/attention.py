@@ -75,7 +75,8 @@ class CausalSelfAttention(Branch):
               b·s/u·d + b·s·(2n + 2g'·tp)·h/tp + b·s·n/tp items
     Moves     as ColumnLinear plus RowLinear, and as the core
     Flops     the projections, and those of the core
-    Precision softmax statistics and sums in the compute type
+    Precision softmax statistics and sums in the compute type; q, k, v, o and their
+              gradients are operands where the ops want narrow results, without rope
     Raises    nothing; divisibility of heads by tp is the recipe's rule
     Source    Vaswani et al. 2017; Shazeer 2019 (multi-query); Ainslie et al. 2023 (GQA)
     """
@@ -105,7 +106,8 @@ class CausalSelfAttention(Branch):
         tp = stream.tp
         self.first_head, last = cut(heads, tp.size, tp.rank)
         self.heads = last - self.first_head
-        shared = {"ops": ops, "stream": stream, "bias": bias}
+        # Kernels rotate numbers of the compute type.
+        shared = {"ops": ops, "stream": stream, "bias": bias, "narrow": rope is None}
         outputs = [
             even_output(f"{name}.q", width, tp),
             key_value_output(f"{name}.k", kv_heads, self.head_width, tp),
@@ -142,7 +144,10 @@ class CausalSelfAttention(Branch):
         b, s, _ = dout.shape
         dout = dout.reshape(b, s, self.heads, self.head_width)
         columns = (self.heads + 2 * self.kv_heads) * self.head_width
-        dqkv = self.ops.zeros((b, s, columns))
+        if self.inputs.narrow:
+            dqkv = self.ops.empty_operand((b, s, columns))
+        else:
+            dqkv = self.ops.zeros((b, s, columns))
         grads, step = self._heads(dqkv), saved.step
         self.core.backward(
             dout,

@@ -22,7 +22,8 @@ class KeyValueCache:
         """Appends k and v (b, s, g, h); returns all of that layer so far."""
         if name not in self._arrays:
             shape = (k.shape[0], self.context, *k.shape[2:])
-            self._arrays[name] = (self.ops.empty(shape), self.ops.empty(shape))
+            empty = self.ops.xp.empty
+            self._arrays[name] = (empty(shape, k.dtype), empty(shape, k.dtype))
         keys, values = self._arrays[name]
         stop = self.length + k.shape[1]
         keys[:, self.length : stop] = k

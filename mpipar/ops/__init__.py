@@ -18,18 +18,21 @@ _TYPES = {
 }
 
 
-def make_ops(device: str, precision: str, node_rank: int = 0) -> Ops:
+def make_ops(
+    device: str, precision: str, node_rank: int = 0, attention: str = "auto"
+) -> Ops:
     """The ops of a device ("cpu", "cuda", or "auto": CUDA where CuPy finds one).
 
     precision   "fp64", "fp32", or mixed "bf16" and "fp16" (`Ops`)
     node_rank   place among the ranks of the node; they take its devices in turn
+    attention   on CUDA in mixed precision: "auto", "cudnn" or "flash"
     Raises      DeviceError where "cuda" is asked for and cannot be had
     """
     dtype, half = _TYPES[precision]
     if _chosen(device) == "cuda":
         from mpipar.ops.cupy_ops import CupyOps
 
-        return CupyOps(dtype, node_rank, half)
+        return CupyOps(dtype, node_rank, half, attention)
     if importlib.util.find_spec("numba") is None:
         return Ops(np, dtype, half)
     if half is None:

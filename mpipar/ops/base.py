@@ -62,6 +62,11 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
         return self.operand_dtype != self.dtype
 
     @property
+    def attention_method(self) -> str:
+        """Whose kernels work on attention, where there is a choice."""
+        return ""
+
+    @property
     def narrow_results(self) -> bool:
         """True where products that only the next op reads are best made operands."""
         return False

@@ -13,11 +13,17 @@ class CupyOps(GpuOps, CudaOps):
 
     Kernels are compiled by NVRTC at first use; CuPy keeps them for later runs.
 
-    Raises   DeviceError where CuPy is not installed or finds no device.
+    attention   "auto", "cudnn" or "flash", see `choose_attention`
+    Raises   DeviceError where CuPy is not installed or finds no device, or cuDNN is
+             asked for and cannot be had
     """
 
     def __init__(
-        self, dtype: str = "float32", node_rank: int = 0, half: str | None = None
+        self,
+        dtype: str = "float32",
+        node_rank: int = 0,
+        half: str | None = None,
+        attention: str = "auto",
     ) -> None:
         try:
             import cupy
@@ -39,3 +45,4 @@ class CupyOps(GpuOps, CudaOps):
             return cupy.RawModule(code=text, options=OPTIONS, name_expressions=names)
 
         super().__init__(cupy, compile_program, dtype, half)
+        self.choose_attention(attention, self.products.device)

@@ -257,8 +257,9 @@ class _Run:
             f"{model.layers} layers, width {model.width}, context {model.context}"
             f"{taken if experts.count else ''}"
         )
-        parts = [grid.describe(), *_methods(self.engine), self.engine.ops.precision]
-        say(", ".join(parts))
+        ops = self.engine.ops
+        parts = [grid.describe(), *_methods(self.engine), ops.precision]
+        say(", ".join(filter(None, [*parts, ops.attention_method])))
         say(
             f"{stream.source}: {stream.train.size:,} tokens to train on, "
             f"{self.sampler.eval_count:,} held-out samples, "

@@ -51,6 +51,7 @@ def test_every_operation_on_arrays_is_among_the_calls():
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
         "fill_normal", "precision", "operand", "empty_operand", "is_mixed",
         "wide", "store", "add_to", "linear_gelu_dx", "narrow_results",
+        "attention_method",
     }  # fmt: skip
     elsewhere |= public(DeviceOps)
     assert public(Ops) == elsewhere | {call.op for call in CALLS}
@@ -62,7 +63,9 @@ def public(kind):
 
 @pytest.mark.parametrize("kind", [NumpyOps, CupyOps])
 def test_overrides_have_the_signature_of_the_reference(kind):
-    properties = {"on_host", "is_mixed", "narrow_results", "precision"}
+    properties = {
+        "on_host", "is_mixed", "narrow_results", "precision", "attention_method",
+    }  # fmt: skip
     for name in public(Ops) - properties:
         theirs, ours = (inspect.signature(getattr(k, name)) for k in (kind, Ops))
         shape = [[(p.name, p.kind, p.default) for p in s.parameters.values()]

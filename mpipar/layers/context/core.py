@@ -39,6 +39,7 @@ class Core:
     context axis as `Cut` says; q, k and v are rotated already.
 
     Shapes    q, o (b, s, n, h);  k, v (b, s, g, h), s the positions of this rank
+    Types     q, k, v and do are operands where the ops want narrow results
     keeps_inputs   True where `forward` saves what it needs of q, k and v itself
     """
 
@@ -62,11 +63,17 @@ class Core:
         dropout: Dropout,
         grads: tuple[Array, Array, Array],
     ) -> None:
-        """Adds to grads (dq, dk, dv), which are zero.
+        """Writes grads (dq, dk, dv): zeros, or operands that hold nothing yet.
 
         inputs   q, k, v; None where they were kept
         """
         raise NotImplementedError
+
+    @property
+    def head_bytes(self) -> int:
+        """Of an item of q, k and v."""
+        ops = self.ops
+        return (ops.operand_dtype if ops.narrow_results else ops.dtype).itemsize
 
     def positions(self, length: int) -> np.ndarray:
         """Positions of a sequence whose queries this core is given, ascending."""

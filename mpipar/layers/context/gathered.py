@@ -55,18 +55,19 @@ class GatheredCore(LocalCore):
         for rank in range(self.axis.size):
             parts.append(sums[:, :, self.cut.of_block(length, rank)])
         own = self.axis.reduce_scatter(self.ops.xp.concatenate(parts))
-        dk += own[0]
-        dv += own[1]
+        self.ops.store(own[0], dk)
+        self.ops.store(own[1], dv)
 
     def positions(self, length: int) -> np.ndarray:
         return self.cut.of_block(length, self.axis.rank)
 
     def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
         n, item = self.axis.size, self.ops.dtype.itemsize
-        whole = 2 * batch * sequence * n * heads.keys * heads.width * item
+        whole = 2 * batch * sequence * n * heads.keys * heads.width
         here = own_cost(self.ops, batch, sequence, n, heads)
         for source, target in ((S(0), R), (S(0), R), (P, S(0))):
-            here += move(self.axis.name, n, source, target, whole)
+            size = whole * (self.head_bytes if target == R else item)
+            here += move(self.axis.name, n, source, target, size)
         return here
 
     def _whole(self, k: Array, v: Array) -> Array:
@@ -74,7 +75,7 @@ class GatheredCore(LocalCore):
         gathered = self.axis.all_gather(self.ops.xp.stack([k, v]))
         b, s, g, h = k.shape
         length = s * self.axis.size
-        whole = self.ops.empty((2, b, length, g, h))
+        whole = self.ops.xp.empty((2, b, length, g, h), k.dtype)
         for rank in range(self.axis.size):
             places = self.cut.of_block(length, rank)
             whole[:, :, places] = gathered[2 * rank : 2 * rank + 2]

@@ -73,19 +73,23 @@ class RingCore(Core):
         q, k, v = inputs
         axis, length = self.axis, q.shape[1] * self.axis.size
         queries, (dq, dk, dv) = self.positions(length), grads
+        # Sums over hops are of the compute type.
+        sums = dq if dq.dtype == self.ops.dtype else self.ops.zeros(dq.shape)
         home = _Homeward(self.ops, axis, self.hops(length, heads))
         for keys, kv in self._blocks(k, v, length, heads):
             spans = spans_of(step, heads, queries, keys)
             own = home.buffer(kv)
             if pairs(spans):
                 self.ops.attention_bwd(
-                    do, q, *kv, o, saved, dq=dq, dk=own[0], dv=own[1],
+                    do, q, *kv, o, saved, dq=sums, dk=own[0], dv=own[1],
                     scale=heads.scale, spans=spans, dropout=dropout(queries, keys, 0),
                 )  # fmt: skip
             home.send(own)
         mine = home.wait()
-        dk += mine[0]
-        dv += mine[1]
+        if sums is not dq:
+            self.ops.store(sums, dq)
+        self.ops.store(mine[0], dk)
+        self.ops.store(mine[1], dv)
 
     def positions(self, length: int) -> np.ndarray:
         return self.cut.of_block(length, self.axis.rank)
@@ -100,10 +104,13 @@ class RingCore(Core):
     def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
         n, item = self.axis.size, self.ops.dtype.itemsize
         hops = self.hops(sequence * n, heads)
-        block = 2 * batch * sequence * heads.keys * heads.width * item
-        sent = 2 * (hops - 1) + (hops if hops > 1 else 0)
+        block = 2 * batch * sequence * heads.keys * heads.width
+        values, gradients = 2 * (hops - 1), hops if hops > 1 else 0
+        moved = block * (values * self.head_bytes + gradients * item)
         key = self.axis.name, "send"
-        messages = Cost(calls=Counter({key: sent}), moved=Counter({key: sent * block}))
+        messages = Cost(
+            calls=Counter({key: values + gradients}), moved=Counter({key: moved})
+        )
         return own_cost(self.ops, batch, sequence, n, heads) + messages
 
     def _count_hops(self, length: int, heads: Heads) -> int:
@@ -126,9 +133,9 @@ class RingCore(Core):
         """(positions, [keys, values]) of each hop, the next one on its way."""
         axis, hops = self.axis, self.hops(length, heads)
         after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        here = self.ops.empty((2, *k.shape))
+        here = self.ops.xp.empty((2, *k.shape), k.dtype)
         here[0], here[1] = k, v
-        spare = self.ops.empty(here.shape) if hops > 1 else None
+        spare = self.ops.xp.empty_like(here) if hops > 1 else None
         for hop in range(hops):
             moving = []
             if hop + 1 < hops:

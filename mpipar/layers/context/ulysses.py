@@ -70,7 +70,11 @@ class UlyssesCore(Core):
         do = self._to_heads(self._spread(do))
         n, g = own.queries, own.keys
         b, s, _, h = do.shape
-        fused = self.ops.zeros((b, s, n + 2 * g, h))
+        shape, like = (b, s, n + 2 * g, h), grads[0].dtype
+        if like == self.ops.dtype:
+            fused = self.ops.zeros(shape)
+        else:
+            fused = self.ops.empty_operand(shape)
         parts = fused[:, :, :n], fused[:, :, n : n + g], fused[:, :, n + g :]
         self.core.backward(
             do, saved.qkv, saved.o, saved.core, step, own,
@@ -86,7 +90,7 @@ class UlyssesCore(Core):
         return self.core.positions(length).reshape(self.axis.size, -1)[self.axis.rank]
 
     def cost(self, batch: int, sequence: int, heads: Heads) -> Cost:
-        u, own, item = self.axis.size, self._own(heads), self.ops.dtype.itemsize
+        u, own, item = self.axis.size, self._own(heads), self.head_bytes
         operand = self.ops.operand_dtype.itemsize
         one = batch * sequence * u * heads.width
         fused = one * (own.queries + 2 * own.keys) * item
@@ -119,13 +123,15 @@ class UlyssesCore(Core):
         return x[:, :, places, None].transpose(2, 0, 1, 3, 4)
 
     def _collect(self, back: Array, grad: Array) -> None:
-        """Adds what each rank has for its heads.   back (u, b, s, n/u or 1, h)"""
+        """Writes what each rank has for its heads.   back (u, b, s, n/u or 1, h)"""
         u, (b, s, n, h) = self.axis.size, grad.shape
         if n >= u:
-            grad += back.transpose(1, 2, 0, 3, 4).reshape(b, s, n, h)
+            grad[...] = back.transpose(1, 2, 0, 3, 4).reshape(b, s, n, h)
             return
-        for rank in range(u):
-            grad[:, :, rank * n // u] += back[rank, :, :, 0]
+        # Ranks with the same head lie next to each other.
+        parts = self.ops.wide(back[..., 0, :]).reshape(n, u // n, b, s, h)
+        for head, part in enumerate(parts.sum(axis=1)):
+            self.ops.store(part, grad[:, :, head])
 
     def _exchange(self, x: Array) -> Array:
         return self.axis.all_to_all(self.ops.xp.ascontiguousarray(x))

@@ -1,13 +1,17 @@
 """Attention by CUDA kernels."""
 
 import math
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mpipar.errors import DeviceError
 from mpipar.ops.attention import Draws
 from mpipar.ops.cuda.arrays import CudaArrayOps
+from mpipar.ops.cuda.cudnn_attention import PACK, WIDEST, CudnnAttention, Refused
 from mpipar.ops.cuda.kept import DeviceSpans, Kept, device_spans
 from mpipar.ops.cuda.launch import (
     ATTENTION_ROWS,
@@ -22,16 +26,43 @@ Array = Any
 
 # Widths of heads that kernels with tensor cores are made for; others are padded
 FLASH_WIDTHS = (64, 96, 128)
-PACK = 8  # 16-bit items that are moved at once: 16 bytes
 
 
 class CudaAttentionOps(CudaArrayOps):
     """Attention of `Ops` by kernels: of 16-bit heads by tensor cores, with sums in
     float32, where their width is a multiple of 8 up to 128; else in the compute type.
+    In mixed precision cuDNN's take the place of these for whole sequences without
+    dropout, where `choose_attention` found it.
 
     Gradients are added to arrays of the compute type, and written over those of the
     operand type in mixed precision.
     """
+
+    cudnn: CudnnAttention | None = None
+    _attention_method = ""
+
+    def choose_attention(self, choice: str, device: Any) -> None:
+        """Who works on whole sequences in mixed precision.
+
+        choice   "cudnn"; "flash" = own kernels; "auto" = cuDNN where it is installed
+        Raises   DeviceError where "cudnn" is asked for and cannot be had
+        """
+        self._attention_method = "own attention kernels"
+        self._must_be_cudnn = choice == "cudnn"
+        if not self.is_mixed or choice == "flash":
+            return
+        try:
+            self.cudnn = CudnnAttention(device, self.operand_dtype)
+        except DeviceError as error:
+            if choice == "cudnn":
+                raise
+            self._attention_method += f" ({error})"
+        else:
+            self._attention_method = f"attention by cuDNN {self.cudnn.version}"
+
+    @property
+    def attention_method(self) -> str:
+        return self._attention_method
 
     def attention_fwd(
         self,
@@ -47,6 +78,10 @@ class CudaAttentionOps(CudaArrayOps):
         b, s, n, h = q.shape
         o = self.zeros(q.shape) if part else self.empty_operand(q.shape)
         lse, on = self.empty((b, n, s)), self._spans(spans)
+        if not part and dropout is None and self._is_whole(on, q, k, v):
+            heads = q, k, v, o, lse
+            if self._by_cudnn(self.cudnn.forward, heads, scale, on.window):
+                return o, lse
         if width := self._flash_width(h):
             q, k, v = (self._packed(x) for x in (q, k, v))
             kept = (FLASH_ROWS + 2 * FLASH_TILE) * (width + PACK)
@@ -82,22 +117,26 @@ class CudaAttentionOps(CudaArrayOps):
         dropout: Draws | None = None,
     ) -> None:
         on, drawn = self._spans(spans), self._drawn(dropout)
+        grads = dq, dk, dv
+        if dropout is None and self._is_whole(on, q, k, v, *grads):
+            do, o = (self._packed(self._solid(x)) for x in (do, o))
+            heads = do, q, k, v, o, lse, *grads
+            if self._by_cudnn(self.cudnn.backward, heads, scale, on.window):
+                return
         if width := self._flash_width(q.shape[3]):
             do, o = (self._packed(self._solid(x)) for x in (do, o))
             q, k, v = (self._packed(x) for x in (q, k, v))
-            self._flash_bwd(
-                width, do, q, k, v, o, lse, dq, dk, dv, float(scale), on, drawn
-            )
+            self._flash_bwd(width, do, q, k, v, o, lse, *grads, float(scale), on, drawn)
             return
         do, q, k, v = (self._of_compute(x) for x in (do, q, k, v))
-        grads = [
+        sums = [
             self.zeros(x.shape) if self.is_mixed and is_half(x.dtype) else x
-            for x in (dq, dk, dv)
+            for x in grads
         ]
-        self._plain_bwd(do, q, k, v, o, lse, *grads, float(scale), on, drawn)
-        for grad, x in zip(grads, (dq, dk, dv), strict=True):
-            if grad is not x:
-                self.store(grad, x)
+        self._plain_bwd(do, q, k, v, o, lse, *sums, float(scale), on, drawn)
+        for grad, total in zip(grads, sums, strict=True):
+            if total is not grad:
+                self.store(total, grad)
 
     def _plain_bwd(
         self,
@@ -169,6 +208,47 @@ class CudaAttentionOps(CudaArrayOps):
             self._compute(level), s, n,
         )  # fmt: skip
 
+    # --- cuDNN ------------------------------------------------------------------------
+
+    def _is_whole(self, on: DeviceSpans, *heads: Array) -> bool:
+        """True where cuDNN is there and may take these: 16-bit heads of whole sequences
+        that are causal, with a window or not.
+
+        Keys of a cache are left to own kernels: cuDNN takes a second to prepare for
+        each length. They show by other strides than those of queries.
+        """
+        if self.cudnn is None or not on.window:
+            return False
+        q, h = heads[0], heads[0].shape[3]
+        if h % PACK or h > WIDEST:
+            return False
+        return all(
+            x.dtype == self.operand_dtype
+            and x.shape[1] == q.shape[1]
+            and x.strides[:2] == q.strides[:2]
+            and self._is_packed(x)
+            for x in heads
+        )
+
+    def _by_cudnn(
+        self, run: Callable[..., None], heads: tuple, scale: float, window: int
+    ) -> bool:
+        """False where cuDNN has no kernel for these heads.
+
+        Raises   DeviceError instead where there must be one
+        """
+        try:
+            run(*heads, scale=float(scale), window=window)
+        except Refused as refusal:
+            text = f"cuDNN has no attention for {refusal}"
+            if self._must_be_cudnn:
+                raise DeviceError(
+                    f'{text}; try train.attention = "auto" or "flash"'
+                ) from refusal
+            warnings.warn(f"{text}; own kernels do it", RuntimeWarning, stacklevel=2)
+            return False
+        return True
+
     # --- arguments --------------------------------------------------------------------
 
     def _flash_width(self, h: int) -> int | None:
@@ -181,10 +261,12 @@ class CudaAttentionOps(CudaArrayOps):
         """x in the operand type, each head at a multiple of 16 bytes; a copy only where
         that is not so."""
         x = self.operand(x)
+        return x if self._is_packed(x) else x.copy(order="C")
+
+    def _is_packed(self, x: Array) -> bool:
         even = all(step % (PACK * x.itemsize) == 0 for step in x.strides[:3])
         at = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
-        solid = x.strides[3] == x.itemsize or x.shape[3] == 1
-        return x if even and solid and at % 16 == 0 else x.copy(order="C")
+        return even and x.strides[3] == x.itemsize and at % 16 == 0
 
     def _of_compute(self, x: Array) -> Array:
         """Heads in the compute type, by strides. Raises TypeError for a third type."""
@@ -194,8 +276,17 @@ class CudaAttentionOps(CudaArrayOps):
         return x
 
     def _sides(self, x: Array) -> tuple[Array | None, Array | None]:
-        """x where 16-bit items go, and where sums do; None for the other."""
-        return (x, None) if x.dtype == self.operand_dtype else (None, x)
+        """x where 16-bit items go, and where sums do; None for the other.
+
+        Raises ValueError where 16-bit heads do not lie at multiples of 16 bytes.
+        """
+        if x.dtype != self.operand_dtype:
+            return None, x
+        if not self._is_packed(x):
+            raise ValueError(
+                f"heads of {x.shape} items are not at multiples of 16 bytes"
+            )
+        return x, None
 
     def _spans(self, spans: np.ndarray) -> DeviceSpans:
         if not hasattr(self, "_kept_spans"):

@@ -45,7 +45,8 @@ class DeviceSpans:
     """Spans of keys as kernels take them: int32 (b or 1, s), and items from those of a
     sequence to those of the next.
 
-    is_causal   query i sees keys 0 … i, in all sequences
+    window      w where query i of every sequence sees keys i − w + 1 … i, s where it
+                sees keys 0 … i; else 0
     reaches     by the number of keys: queries [first, last) that see any of each
                 FLASH_ROWS of them, and items from those of a sequence to the next's
     """
@@ -54,14 +55,21 @@ class DeviceSpans:
     end: Array
     count: Array
     step: np.int64
-    is_causal: bool
+    window: int
     reaches: dict[int, tuple[Array, Array, np.int64]]
 
 
 def device_spans(xp: Any, host: np.ndarray) -> DeviceSpans:
     """Spans (3, b or 1, s) of the host on the device."""
     begin, end, count = xp.asarray(np.ascontiguousarray(host, np.int32))
-    s = host.shape[2]
-    causal = (host[0] == 0).all() and (host[1] == np.arange(1, s + 1)).all()
-    step = np.int64(s if len(begin) > 1 else 0)
-    return DeviceSpans(begin, end, count, step, bool(causal), {})
+    step = np.int64(begin.shape[1] if len(begin) > 1 else 0)
+    return DeviceSpans(begin, end, count, step, _window(host), {})
+
+
+def _window(spans: np.ndarray) -> int:
+    """How many positions each query sees, where it is its own and those before it."""
+    places = np.arange(spans.shape[2])
+    window = places.size - int(spans[0, 0, -1])
+    begin = np.maximum(places - window + 1, 0)
+    fits = (spans[0] == begin).all() and (spans[1] == places + 1).all()
+    return window if fits else 0
