@@ -138,31 +138,6 @@ def test_factors_of_other_types():
         ops.linear_fwd(x.astype(np.float64), w)
 
 
-@pytest.mark.parametrize("grads", ["float32", "operand"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_long_odd_rows_are_split(precision, grads, monkeypatch):
-    monkeypatch.setattr("mpipar.ops.cuda.products.LONG", 24)
-    draw, ops, f = Drawn(precision), on_cpu(precision), 29
-    x, w, b = draw(2, 9, 16), draw(f, 16), draw(f)
-    y = EXACT.linear_fwd(double(x), double(w), double(b))
-    z = ops.linear_fwd(x, w, b, narrow=True)
-    check(z, y, NARROW[precision], draw.operand)
-    check(ops.linear_fwd(x, w, b), y, WIDE[precision], draw.dtype)
-    dx = EXACT.linear_dx(double(z), double(w))
-    check(ops.linear_dx(z, w), dx, 2 * WIDE[precision], draw.dtype)
-    dw = draw(f, 16, wide=grads == "float32")
-    expected = double(dw)
-    EXACT.linear_dw(double(z), double(x), expected)
-    ops.linear_dw(z, x, dw)
-    rounding = WIDE if grads == "float32" else NARROW
-    check(dw, expected, 2 * rounding[precision], dw.dtype)
-    is_split = precision != "fp32"
-    assert ops.products.calls == (8 if is_split else 4)
-    assert z.strides[1] // z.itemsize == (32 if is_split else f)
-    steps = {p.step_d for p in ops.products.plans if p.result == draw.operand.name}
-    assert not is_split or not any(step % 8 for step in steps)
-
-
 # --- GELU -----------------------------------------------------------------------------
 
 
@@ -268,6 +243,20 @@ def test_algorithms_are_timed_at_the_first_use(times, chosen):
     check(dw, expected, 4 * NARROW["bf16"], np.uint16)
     (plan,) = ops.products.plans.values()
     assert plan.chosen == chosen and ops.products.device.asked == 3
+
+
+def test_algorithms_are_not_timed_where_memory_is_short(monkeypatch):
+    draw, ops = Drawn("bf16"), on_cpu("bf16")
+    ops.products = Products(Clock(()), tune=True)
+
+    def allocate(size):
+        if size == 8 * 16 * 2:
+            raise MemoryError
+        return HostDevice.allocate(ops.products.device, size)
+
+    monkeypatch.setattr(ops.products.device, "allocate", allocate)
+    ops.linear_dw(draw(1024, 8), draw(1024, 16), draw(8, 16))
+    assert ops.products.calls == 1
 
 
 @pytest.mark.parametrize("way", ["few tokens", "32 bits", "captured"])

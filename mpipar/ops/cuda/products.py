@@ -26,10 +26,6 @@ PAIRS = {
     ("float32", "float32"),
     *((half, result) for half in ("uint16", "float16") for result in (half, "float32")),
 }
-# Rows of 16-bit numbers that are no multiple of so many items are slow to read and to
-# write. Where they are long, as those of an odd vocabulary, what is too much of them is
-# a small product of its own, and rows that are made lie at multiples.
-COLUMNS, LONG = 8, 1024
 # Plans that are kept; beyond that the oldest goes.
 CAPACITY = 2048
 # Products of so many tokens, and of whole multiples of TOKENS, come again and again:
@@ -94,7 +90,10 @@ class Products:
         if c == d and product.adds:
             # Not over what is added to
             size = product.rows * product.step_d * np.dtype(product.result).itemsize
-            c, kept = self.device.allocate(size)
+            try:
+                c, kept = self.device.allocate(size)
+            except (DeviceError, MemoryError):
+                return 0  # No memory to try it in
             d = c
         stream = self.device.stream()
         at, _ = self.device.workspace(stream)
@@ -134,58 +133,31 @@ class CudaProductOps(CudaArrayOps):
         x, w = self._factors(x, w)
         shape = *x.shape[:-1], w.shape[0]
         if narrow and self.is_mixed:
-            y = self._spaced_operand(shape)
-            if onto is None and self._forward(x, w, y, b):
+            y = self.empty_operand(shape)
+            if onto is None and self._multiply(x, w, y, turned_b=True, bias=b):
                 return y
             return self.operand(self.linear_fwd(x, w, b, onto))
         y = self.empty(shape)
-        if self._forward(x, w, y, b, onto):
+        if self._multiply(x, w, y, turned_b=True, bias=b, onto=onto):
             return y
-        self._forward(x, w, y)
+        self._multiply(x, w, y, turned_b=True)
         return self.add_residual(y, b, onto)
-
-    def _forward(
-        self,
-        x: Array,
-        w: Array,
-        y: Array,
-        b: Array | None = None,
-        onto: Array | None = None,
-    ) -> bool:
-        """y = x Wᵀ + b + onto; False where cuBLASLt does not do all of it at once."""
-        return all(
-            self._multiply(
-                x,
-                _rows(w, part),
-                _columns(y, part),
-                turned_b=True,
-                bias=_rows(b, part),
-                onto=_columns(onto, part),
-            )
-            for part in _parts(len(w), x.dtype)
-        )
 
     def linear_dx(self, dy: Array, w: Array, *, narrow: bool = False) -> Array:
         dy, w = self._factors(dy, w)
-        make = self.empty_operand if narrow else self.empty
-        dx, onto = make((*dy.shape[:-1], w.shape[1])), None
-        for part in _parts(len(w), w.dtype):
-            factors = _columns(dy, part), _rows(w, part)
-            if not self._multiply(*factors, dx, onto=onto):
-                return self.operand(self.linear_dx(dy, w))
-            onto = dx
-        return dx
+        dx = (self.empty_operand if narrow else self.empty)(
+            (*dy.shape[:-1], w.shape[1])
+        )
+        if self._multiply(dy, w, dx):
+            return dx
+        return self.operand(self.linear_dx(dy, w))
 
     def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
         dy, x = self._factors(dy, x)
-        if not _has(x.dtype, dw.dtype, Epilogue.NONE):
-            sums = self.xp.zeros(dw.shape, self.dtype)
-            self.linear_dw(dy, x, sums)
+        if not self._multiply(dy, x, dw, turned_a=True, onto=dw):
+            sums = self.empty(dw.shape)
+            self._multiply(dy, x, sums, turned_a=True)
             self.add_to(dw, sums)
-            return
-        for part in _parts(len(dw), x.dtype):
-            own = _rows(dw, part)
-            self._multiply(_columns(dy, part), x, own, turned_a=True, onto=own)
 
     def linear_gelu_fwd(
         self, x: Array, w: Array, b: Array | None, *, tanh: bool
@@ -213,14 +185,6 @@ class CudaProductOps(CudaArrayOps):
         """True where GELU is a part of products."""
         wanted = tanh and self.is_mixed and width % GELU_COLUMNS == 0
         return wanted and self.products.device.has_fast_gelu
-
-    def _spaced_operand(self, shape: tuple[int, ...]) -> Array:
-        """An uninitialised operand, its rows where every algorithm can write them."""
-        *rows, width = shape
-        if width < LONG or width % COLUMNS == 0:
-            return self.empty_operand(shape)
-        padded = self.empty_operand((*rows, -(-width // COLUMNS) * COLUMNS))
-        return padded[..., :width]
 
     def _factors(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Both of one type.   Raises TypeError where an array is of a third type"""
@@ -301,20 +265,6 @@ def _is_steady(product: Product) -> bool:
     tokens = product.depth if product.turned_a else product.rows
     is_large = tokens >= TUNED_TOKENS and tokens % TOKENS == 0
     return is_large and is_half(np.dtype(product.factors))
-
-
-def _parts(rows: int, dtype: np.dtype) -> list[slice | None]:
-    """The rows of a weight by which a product is split, see COLUMNS; None = all."""
-    rest = rows % COLUMNS if is_half(dtype) and rows >= LONG else 0
-    return [slice(0, rows - rest), slice(rows - rest, rows)] if rest else [None]
-
-
-def _rows(x: Array | None, part: slice | None) -> Array | None:
-    return x if x is None or part is None else x[part]
-
-
-def _columns(x: Array | None, part: slice | None) -> Array | None:
-    return x if x is None or part is None else x[..., part]
 
 
 def _epilogue(forward: bool, bias: Array | None, aux: Array | None) -> Epilogue:
