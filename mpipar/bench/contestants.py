@@ -120,6 +120,7 @@ CONTESTANTS = (
         "torch-cuda-blocks", "each block compiled, for many", TORCH, "--mode=blocks"
     ),
     _on_gpu("mpipar-cuda", "one rank, bf16", MPIPAR),
+    _on_gpu("mpipar-cuda-graph", "its passes recorded", MPIPAR, "train.graph=true"),
 )
 REFERENCE = "torch-eager"
 NAMES = tuple(c.name for c in CONTESTANTS)

@@ -50,6 +50,8 @@ LAYOUTS = {
         "cp ring": ("parallel.context=4", "parallel.context_method=ring"),
     },
 }
+# What no model with experts can have
+RECORDED = {1: {"recorded": ("train.micro_batch=12", "train.graph=true")}}
 # What only a model with experts has
 SHARED = {
     2: {"ep": ("parallel.expert=2",)},
@@ -80,14 +82,14 @@ def cases(setting: Setting) -> list[tuple[str, tuple[str, ...], str]]:
     ranks, found = setting.comm.size, []
     for precision in setting.choose(TOLERANCE, ["fp32"]):
         for family, words in FAMILIES.items():
-            layouts = LAYOUTS[ranks]
+            layouts = LAYOUTS[ranks] | RECORDED.get(ranks, {})
             if family == "mixtral":
-                layouts = SHARED.get(ranks, {}) | layouts
+                layouts = SHARED.get(ranks, {}) | LAYOUTS[ranks]
             found += [
                 (f"{family} {layout}", (*words, *own), precision)
                 for layout, own in layouts.items()
             ]
-    return setting.choose(found, found[1 :: max(1, len(found) // 3)])
+    return setting.choose(found, found[3 :: max(1, len(found) // 3)])
 
 
 def _compare(setting: Setting, words: list[str]) -> Callable[[], float]:
