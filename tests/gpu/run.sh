@@ -48,6 +48,13 @@ make_own() {
 for path in (*site.getsitepackages(), site.getusersitepackages()):
     if os.path.isdir(path): print(f"import site; site.addsitedir({path!r})")' >"$site/parent.pth"
     python=$own/bin/python
+    # An MPI in the environment of the given Python is looked for in ours, unless named.
+    local above lib
+    above=$("$given" -c 'import sys; print(sys.exec_prefix)')
+    for lib in "$above"/lib/libmpi.so.12 "$above"/lib/libmpi.so.40; do
+        [ ! -e "$lib" ] || [ ! -e "$above/bin/mpiexec" ] || [ -e "$own/bin/mpiexec" ] ||
+            export MPI4PY_LIBMPI=$lib PATH=$above/bin:$PATH
+    done
 }
 
 # pip into that venv, by the given Python's pip; from the folder where one is given.
