@@ -12,7 +12,7 @@ from mpipar.ops import Ops, make_ops
 from mpipar.ops.half import narrow
 
 # Softmax and two products, each of rounded numbers
-SLACK = 16.0
+SLACK = 4.0
 
 
 @dataclass(frozen=True)
