@@ -1,6 +1,6 @@
 """Attention of real shapes, dropout and starting weights, against the reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from gpu.run.record import Records, Setting
 from gpu.test_kernels import TOLERANCE, as_double
 
+from mpipar.errors import DeviceError
 from mpipar.ops import Ops, make_ops
 from mpipar.ops.half import narrow
 
@@ -46,13 +47,25 @@ def run(setting: Setting, records: Records) -> None:
     for precision in setting.choose(["bf16", "fp32", "fp16", "fp64"], ["bf16", "fp32"]):
         ops = make_ops("cuda", precision)
         limit = SLACK * TOLERANCE[precision]
-        for shape in setting.choose(REAL, TINY):
-            act = _attention(ops, shape)
-            records.check(f"attention {shape} {precision}", act, limit)
+        for road, own in roads(precision):
+            for shape in setting.choose(REAL, TINY):
+                act = _attention(own, shape)
+                records.check(f"attention {shape} {precision}{road}", act, limit)
         records.check(f"dropout draws {precision}", _dropout(ops), 0.0)
         records.check(f"starting weights {precision}", _weights(ops), 1e-6)
         if setting.left <= 0:
             return
+
+
+def roads(precision: str) -> Iterator[tuple[str, Any]]:
+    """Name and ops of each way to compute attention that is there, the chosen one
+    first; 16-bit numbers have several."""
+    yield "", make_ops("cuda", precision)
+    for name in ("cudnn", "flash") if precision in ("bf16", "fp16") else ():
+        try:
+            yield f" by {name}", make_ops("cuda", precision, attention=name)
+        except DeviceError as error:
+            print(f"attention by {name}: {error}")
 
 
 def _attention(ops: Any, shape: Shape) -> Callable[[], float]:

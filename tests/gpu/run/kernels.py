@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from gpu.run.attention import roads
 from gpu.run.record import Records, Setting
 from gpu.run.timing import copy_rate, normal, seconds
 
@@ -32,8 +33,10 @@ def run(setting: Setting, records: Records) -> None:
     """Each in a check of its own: what fails leaves the others."""
     ops = make_ops("cuda", "bf16")
     rate = copy_rate(ops, setting.choose(1 << 30, 1 << 20))
-    for shape in setting.choose(ATTENTION, [(1, 16, 4, 2, 16)]):
-        records.check(f"attention {shape}", _attention(ops, records, shape))
+    for road, own in roads("bf16"):
+        for shape in setting.choose(ATTENTION, [(1, 16, 4, 2, 16)]) if road else ():
+            name = f"attention {shape}{road}"
+            records.check(name, _attention(own, records, name, shape))
     for name, *sizes in setting.choose(PRODUCTS, [("tiny", 8, 16, 24)]):
         records.check(f"products {name}", _products(ops, records, name, *sizes))
     for name, prepare in PASSES.items():
@@ -151,7 +154,9 @@ def _products(
     return act
 
 
-def _attention(ops: Any, records: Records, shape: tuple) -> Callable[[], None]:
+def _attention(
+    ops: Any, records: Records, name: str, shape: tuple
+) -> Callable[[], None]:
     """TFLOP/s of causal attention: half of all pairs, 4 h FLOP each; backward 2.5 ×."""
 
     def act() -> None:
@@ -170,7 +175,7 @@ def _attention(ops: Any, records: Records, shape: tuple) -> Callable[[], None]:
                 do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **rule)),
         ):  # fmt: skip
             rate = factor * flops / seconds(ops, work, repeats=5)
-            records.figure(f"attention {shape} {word}", rate / 1e12, "TFLOP/s")
+            records.figure(f"{name} {word}", rate / 1e12, "TFLOP/s")
 
     return act
 
