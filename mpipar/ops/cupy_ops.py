@@ -46,3 +46,8 @@ class CupyOps(GpuOps, CudaOps):
 
         super().__init__(cupy, compile_program, dtype, half)
         self.choose_attention(attention, self.products.device)
+
+    def device_memory(self) -> dict[str, int]:
+        found, size = super().device_memory(), self.products.device.workspace_bytes
+        others = max(0, found["device_context"] - size)
+        return found | {"device_workspace": size, "device_context": others}

@@ -80,6 +80,7 @@ class DeviceOps:
 
         device_peak       most that arrays took since it was asked last
         device_reserved   got from the driver, arrays and what is free between them
+        device_workspace  what products work in, beside the arrays
         device_context    taken by the driver, libraries and other processes
         """
         return {}

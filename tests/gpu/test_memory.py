@@ -63,6 +63,7 @@ assert sum(state.values()) == sum(predicted.values()) - predicted["activations_p
 # Between steps nothing is there but the state, and what is made once
 assert 0 <= pool.now - sum(state.values()) < 16 * 512, pool.now
 assert peaks[0] == peaks[1] >= sum(predicted.values())
+assert ops.device_memory()["device_workspace"] >= 32 << 20
 print("counted")
 """
 

@@ -53,6 +53,11 @@ class HostDevice:
         work()
         return 0.0
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspaces of all streams."""
+        return sum(size for _, size, _ in self._workspaces.values())
+
     def workspace(self, stream: int) -> tuple[int, int]:
         """Address and bytes of the memory that products of a stream may use."""
         if stream not in self._workspaces:
