@@ -157,6 +157,7 @@ CALLS = [
     Call("row_sum", lambda d: {"x": d.halves()[1]}, label="row_sum of a view"),
     Call("xent_fwd", loss_rows, ("logits",)),
     Call("xent_dx", loss_grads, ("e",)),
+    Call("sum_rows", lambda d: {"rows": d(3, d.width), "out": d(d.width)}, ("out",)),
     Call("square_sum", lambda d: {"x": d(d.b * d.s * d.width)}),
     Call("adamw", adam, ("weight", "m", "v")),
     Call("adamw", lambda d: adam(d, decay=0.0), ("weight", "m", "v"), "adamw no decay"),

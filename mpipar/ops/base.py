@@ -291,6 +291,14 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
 
     # --- optimizer --------------------------------------------------------------------
 
+    def sum_rows(self, rows: Array, out: Array) -> None:
+        """out = Σ rows in order, rounded once.   rows (n, items) of either type, out
+        (items,) of that type or the compute type"""
+        total = self.wide(rows[0])
+        for row in rows[1:]:
+            total = total + self.wide(row)
+        self.store(total, out)
+
     def square_sum(self, x: Array) -> float:
         """Σ x² in float64."""
         total = 0.0

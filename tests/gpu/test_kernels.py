@@ -33,6 +33,7 @@ ALSO = {
     "linear_dw": {"dy", "x", "dw"},
     "linear_gelu_fwd": {"x", "w"},
     "square_sum": {"x"},
+    "sum_rows": {"rows", "out"},
     "linear_db": {"dy"},
 }
 

@@ -10,7 +10,12 @@ Array = Any
 
 
 class CudaOptimizerOps(CudaArrayOps):
-    """Norms of gradients and AdamW, over flat buffers."""
+    """Sums of ranks, norms of gradients and AdamW, over flat buffers."""
+
+    def sum_rows(self, rows: Array, out: Array) -> None:
+        self.launch.over_items(
+            "sum_rows", [rows.dtype, out.dtype], out.size, rows, len(rows), out
+        )
 
     def square_sum(self, x: Array) -> float:
         sums = self.xp.zeros(SUM_BLOCKS)

@@ -59,6 +59,7 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
         "attention_merge": ("C",),
         "key_reach": ("64",),
     },
+    "sums": {"sum_rows": ("C, C", "S, S", "S, C")},
     # Of one head width each, and of 16-bit types only
     "flash": {name: _WIDTHS for name in ("flash_fwd", "flash_bwd_q", "flash_bwd_kv")},
     "loss": {"row_max": ("C",), "xent_fwd": ("C",), "xent_bwd": ("C, S",)},
