@@ -93,6 +93,7 @@ def recipes(draw) -> Recipe:
     spread = data * tables["parallel"]["context"]
     tables["experts"], cut = draw(mixtures(tensor, spread))
     tables["parallel"] |= cut
+    tables["parallel"] |= {"transport": "auto"} if train["device"] == "cpu" else {}
     stages, schedule = draw(st.integers(1, 4)), draw(st.sampled_from(list(NEEDS)))
     least, most = NEEDS[schedule].chunks
     chunks = draw(st.integers(least, most or 5))

@@ -7,10 +7,8 @@ from mpipar.comm.filework import awaited, file_work, moved
 from mpipar.comm.handle import Handle
 from mpipar.comm.layout import P, R, S, adjoint, reshard, volume
 from mpipar.comm.null import NullCommunicator
-from mpipar.comm.transport import Host, Staged
 
 __all__ = [
-    "Communicator", "Counters", "Handle", "Host", "NullCommunicator", "P", "R", "S",
-    "Staged", "adjoint", "awaited", "file_work", "moved", "raise_together", "reshard",
-    "shares", "volume",
+    "Communicator", "Counters", "Handle", "NullCommunicator", "P", "R", "S", "adjoint",
+    "awaited", "file_work", "moved", "raise_together", "reshard", "shares", "volume",
 ]  # fmt: skip

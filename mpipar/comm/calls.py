@@ -6,9 +6,12 @@ ends. The n-th entry of a channel must meet the n-th entry on every other member
 sequence numbers tell who has arrived. The watchdog's thread reads what is noted here.
 """
 
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 COLLECTIVE = "collective"
 
@@ -55,13 +58,43 @@ class Channel:
 
 
 class CallLog:
-    """The channels of one rank, and the call it is inside of (None: computing)."""
+    """The channels of one rank, and the call it is inside of (None: computing).
+
+    Calls that a device makes by itself are queued until their events are done.
+    """
 
     def __init__(self) -> None:
         self.current: Call | None = None
         self.channels: dict[tuple[str, str], Channel] = {}
+        self._queued: dict[str, deque[tuple[Call, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def queue(self, call: Call, event: Any) -> None:
+        """Note a call that a device has been given; ``event`` comes behind it."""
+        with self._lock:
+            waiting = self._queued.setdefault(call.axis, deque())
+            _drop_done(waiting)
+            waiting.append((call, event))
+
+    def oldest_queued(self) -> Call | None:
+        """The call that devices have been busy with for longest; those of an axis come
+        one after the other."""
+        with self._lock:
+            for waiting in self._queued.values():
+                _drop_done(waiting)
+            first = [waiting[0][0] for waiting in self._queued.values() if waiting]
+        return min(first, key=lambda call: call.started, default=None)
 
     def channel(self, axis: str, name: str, members: Sequence[int]) -> Channel:
         """Open a channel, numbered from 1."""
         self.channels[axis, name] = Channel(axis, name, members)
         return self.channels[axis, name]
+
+
+def _drop_done(waiting: deque[tuple[Call, Any]]) -> None:
+    """Forget calls whose events are done; the next one begins only then."""
+    while waiting and waiting[0][1].done:
+        waiting.popleft()
+        if waiting:
+            call = waiting[0][0]
+            call.started = max(call.started, time.perf_counter())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,8 @@ from numpy.typing import DTypeLike
 from mpipar.comm import mpi
 from mpipar.comm.communicator import Communicator
 from mpipar.comm.counters import Counters
-from mpipar.comm.datatypes import as_bytes
 from mpipar.comm.handle import Handle
-from mpipar.comm.posts import Poster, pieces
+from mpipar.comm.posts import Poster
 from mpipar.comm.shapes import Routes
 from mpipar.comm.sources import own_line
 from mpipar.comm.transport import Array
@@ -146,27 +146,20 @@ class CheckedCommunicator(Communicator):
     # Messages
 
     def _send(self, x: Array, to: int, tag: int, op: str) -> Handle:
-        post = self.mpi.Issend if self.synchronous else self.mpi.Isend
         channel = self._message_channel(self.rank, to, tag)
         flat, handle = self._begin(op, x, x.nbytes, channel)
         note = _note(x)
-        posts = [self._checks.mpi.Isend([note, mpi.BYTE], to, tag)]
-        posts += [
-            post([part, mpi.BYTE], to, tag)
-            for part in pieces(as_bytes(flat), self.chunk_bytes)
-        ]
+        first = self._checks.mpi.Isend([note, mpi.BYTE], to, tag)
+        posts = chain([first], self._leave(flat, to, tag))
         # The note lives as long as `finish`
-        return handle.launch(posts, lambda kept=note: x)
+        return handle.launch(posts, lambda kept=note: self._sent(flat, x))
 
     def _recv(self, x: Array, source: int, tag: int, op: str, calls: int = 1) -> Handle:
         channel = self._message_channel(source, self.rank, tag)
         flat, handle = self._begin(op, x, 0, channel, calls)
         note = np.zeros(_NOTE_BYTES, np.uint8)
         first = self._checks.mpi.Irecv([note, mpi.BYTE], source, tag)
-        posts = [
-            self.mpi.Irecv([part, mpi.BYTE], source, tag)
-            for part in pieces(as_bytes(flat), self.chunk_bytes)
-        ]
+        posts, _ = self._arrive(flat, source, tag)
         name = f"{op} #{channel.count} on axis {self.name} ({channel.name})"
         follow = _judged(note, _note(x), name, channel.members, posts)
         return handle.launch([first], lambda: self._put_back(flat, x), follow=follow)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,7 +18,6 @@ from mpipar.comm.bell import MESSAGES, ROUNDS, Bell
 from mpipar.comm.calls import COLLECTIVE, CallLog, Channel
 from mpipar.comm.counters import (
     Counters,
-    ring_gather_bytes,
     ring_reduce_bytes,
     ring_scatter_bytes,
     shares,
@@ -30,10 +29,19 @@ from mpipar.comm.hierarchy import HIERARCHY_BYTES, Hierarchy, Steps, ranks_per_n
 from mpipar.comm.messages import Messages
 from mpipar.comm.objects import Objects
 from mpipar.comm.posts import Poster
-from mpipar.comm.shapes import Routes, check_counts, check_out, even_rows
+from mpipar.comm.shapes import (
+    Routes,
+    check_out,
+    gather_sizes,
+    route_sizes,
+    scatter_sizes,
+)
 from mpipar.comm.shared import Desk, Work, bounds_of, segment_of, share
-from mpipar.comm.transport import Array, Host, Transport
+from mpipar.comm.transport import Array, solid
 from mpipar.ops.half import add_up, is_half
+
+if TYPE_CHECKING:
+    from mpipar.comm.memory import Lane
 
 
 class Communicator(Messages, Objects):
@@ -67,7 +75,6 @@ class Communicator(Messages, Objects):
         comm: mpi.Comm,
         name: str,
         counters: Counters,
-        transport: Transport | None = None,
         *,
         log: CallLog | None = None,
         members: Sequence[int] | None = None,
@@ -79,7 +86,6 @@ class Communicator(Messages, Objects):
         self.size: int = comm.size
         self.rank: int = comm.rank
         self.counters = counters
-        self.transport = transport or Host()
         self.members = range(self.size) if members is None else members
         self._log = log or CallLog()
         self._bell = bell
@@ -88,6 +94,7 @@ class Communicator(Messages, Objects):
         # MPI blocks nowhere where ranks outnumber cores, as it spins then
         self._now = Poster(comm, "I" if bell else "")
         self._later = Poster(comm, "I")
+        self._lane: Lane | None = None
         self._desk: Desk | None = None
         self._halves: HalfSums | None = None
         self._near = ranks_per_node(nodes) if nodes else 0
@@ -201,9 +208,22 @@ class Communicator(Messages, Objects):
         channel: Channel | None = None,
         calls: int = 1,
     ) -> tuple[np.ndarray, Handle]:
-        """Bring ``x`` where MPI can read it, count the call and tell the watchdog."""
+        """Make ``x`` flat and contiguous, and open the call."""
         entered = time.perf_counter()
-        flat = self.transport.pull(x).reshape(-1)
+        flat = solid(x).reshape(-1)
+        return flat, self._enter(op, flat, sent, entered, channel, calls)
+
+    def _enter(
+        self,
+        op: str,
+        flat: Array,
+        sent: int,
+        entered: float,
+        channel: Channel | None = None,
+        calls: int = 1,
+    ) -> Handle:
+        """Count a call since ``entered``, which sends ``sent`` bytes, and tell the
+        watchdog; the handle holds ``flat``."""
         now = time.perf_counter()
         tally = self.counters.tally(self.name, op)
         tally.calls += calls
@@ -212,10 +232,11 @@ class Communicator(Messages, Objects):
         call = (channel or self._collectives).enter(op, flat.nbytes, now)
         self._log.current = call
         pause = ROUNDS if channel is None else MESSAGES
-        return flat, Handle(call, self._log, tally, self._bell, pause, flat)
+        return Handle(call, self._log, tally, self._bell, pause, flat, self._lane)
 
     def _put_back(self, flat: np.ndarray, x: Array) -> Array:
-        self.transport.push(flat, x)
+        if not x.flags.c_contiguous:
+            x[...] = flat.reshape(x.shape)
         return x
 
     def _all_reduce(self, x: Array, op: str, poster: Poster) -> Handle:
@@ -242,18 +263,11 @@ class Communicator(Messages, Objects):
         self, x: Array, counts: Sequence[int] | None, out: Array, poster: Poster
     ) -> Handle:
         where = f"all_gather on axis {self.name}"
-        rows, tail = (x.shape[0], x.shape[1:]) if x.ndim else (1, ())
-        width = x.itemsize * math.prod(tail)
-        if counts is None:
-            blocks, length, sent = None, rows * self.size, x.nbytes * (self.size - 1)
-        else:
-            told = sum(counts[self.rank : self.rank + 1])
-            check_counts(where, counts, self.size, told, rows)
-            blocks, length = [count * width for count in counts], sum(counts)
-            sent = ring_gather_bytes(blocks, self.rank)
-        check_out(where, out, (length, *tail), x.dtype)
+        blocks, shape, sent = gather_sizes(where, x, counts, self.size, self.rank)
+        check_out(where, out, shape, x.dtype)
         flat, handle = self._begin("all_gather", x, sent)
-        levels, segment = self._levels(width * length), segment_of(out, self.mpi)
+        nbytes = x.itemsize * math.prod(shape)
+        levels, segment = self._levels(nbytes), segment_of(out, self.mpi)
         if segment is not None and not levels:
             parts = [part.view(np.uint8) for part in segment.parts_at(out)]
             bounds = bounds_of(blocks or [x.nbytes] * self.size)
@@ -261,13 +275,13 @@ class Communicator(Messages, Objects):
             own[...] = as_bytes(flat)
             work = partial(shared.all_gather, parts, self.rank, bounds)
             return self._together(handle, work, out)
-        whole = np.empty((length, *tail), x.dtype)
+        whole = np.empty(shape, x.dtype)
         own, into = as_bytes(flat), as_bytes(whole.reshape(-1))
         if levels:
             steps = levels.all_gather(own, into, blocks or [own.size] * self.size)
-            return self._in_steps(handle, steps, lambda: self._deliver(whole, x, out))
+            return self._in_steps(handle, steps, lambda: _deliver(whole, out))
         posts = poster.all_gather(own, into, blocks, self.chunk_bytes)
-        return handle.launch(posts, lambda: self._deliver(whole, x, out))
+        return handle.launch(posts, lambda: _deliver(whole, out))
 
     def _reduce_scatter(
         self, x: Array, counts: Sequence[int] | None, out: Array, poster: Poster
@@ -275,14 +289,10 @@ class Communicator(Messages, Objects):
         half = is_half(x.dtype)
         kind, op = (None, None) if half else reduction(x.dtype, "sum")
         where = f"reduce_scatter on axis {self.name}"
-        if counts is None:
-            counts = [even_rows(where, x, self.size)] * self.size
-        check_counts(where, counts, self.size, sum(counts), len(x))
-        shape = (counts[self.rank], *x.shape[1:])
+        blocks, shape = scatter_sizes(where, x, counts, self.size, self.rank)
         wide = half and out is not None and out.dtype == np.float32
         result_type = out.dtype if wide else x.dtype
         check_out(where, out, shape, result_type)
-        blocks = [count * math.prod(x.shape[1:]) for count in counts]
         sent = x.itemsize * ring_scatter_bytes(blocks, self.rank)
         flat, handle = self._begin("reduce_scatter", x, sent)
         levels, segment = self._levels(x.nbytes, half), segment_of(x, self.mpi)
@@ -295,35 +305,30 @@ class Communicator(Messages, Objects):
         own = np.empty(shape, result_type)
         if levels:
             steps = levels.reduce_scatter(flat, blocks, own.reshape(-1))
-            return self._in_steps(handle, steps, lambda: self._deliver(own, x, out))
+            return self._in_steps(handle, steps, lambda: _deliver(own, out))
         if not half:
             posts = poster.reduce_scatter(
                 flat, own.reshape(-1), blocks, kind, op, self.chunk_bytes
             )
-            return handle.launch(posts, lambda: self._deliver(own, x, out))
+            return handle.launch(posts, lambda: _deliver(own, out))
         arrived, _, posts = exchange(poster, flat, blocks, self.rank, self.chunk_bytes)
 
         def finish() -> Array:
             add_up(arrived, own.reshape(-1))
-            return self._deliver(own, x, out)
+            return _deliver(own, out)
 
         return handle.launch(posts, finish)
 
     def _all_to_all(self, x: Array, counts: Routes | None, poster: Poster) -> Handle:
         where = f"all_to_all on axis {self.name}"
-        width = x.itemsize * math.prod(x.shape[1:])
-        if counts is None:
-            own, rows, blocks = even_rows(where, x, self.size), len(x), None
-        else:
-            leaving, arriving = counts
-            check_counts(where, leaving, self.size, sum(leaving), len(x))
-            own, rows = leaving[self.rank], sum(arriving)
-            blocks = [[n * width for n in side] for side in counts]
-        flat, handle = self._begin("all_to_all", x, x.nbytes - own * width)
-        out = np.empty((rows, *x.shape[1:]), x.dtype)
+        blocks, shape = route_sizes(where, x, counts, self.size)
+        own = blocks[0][self.rank]
+        flat, handle = self._begin("all_to_all", x, x.nbytes - own)
+        out = np.empty(shape, x.dtype)
+        blocks = None if counts is None else blocks
         bytes_in, bytes_out = as_bytes(flat), as_bytes(out.reshape(-1))
         posts = poster.all_to_all(bytes_in, bytes_out, blocks, self.chunk_bytes)
-        return handle.launch(posts, lambda: self.transport.give(out, x))
+        return handle.launch(posts, lambda: out)
 
     def _levels(self, nbytes: int, half_sums: bool = False) -> Hierarchy | None:
         """The way over nodes, if it is the one for an array of so many bytes.
@@ -349,13 +354,6 @@ class Communicator(Messages, Objects):
         follow = (self._desk.follow(one) for one in [todo])
         return handle.launch([self._desk.start(todo)], lambda: x, follow=follow)
 
-    def _deliver(self, result: np.ndarray, like: Array, out: Array) -> Array:
-        result = self.transport.give(result, like)
-        if out is None:
-            return result
-        out[...] = result
-        return out
-
     @contextmanager
     def _inside(self, op: str) -> Iterator[Any]:
         """Time and watch a collective without an array; with a bell, all meet first."""
@@ -373,3 +371,10 @@ class Communicator(Messages, Objects):
             spent = time.perf_counter() - began
             tally.seconds += spent
             tally.wait += spent
+
+
+def _deliver(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        return result
+    out[...] = result
+    return out

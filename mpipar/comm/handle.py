@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from mpipar.comm import mpi
 from mpipar.comm.bell import Bell, Pause
@@ -12,8 +13,12 @@ from mpipar.comm.counters import Tally
 from mpipar.comm.transport import Array
 from mpipar.errors import CommError
 
-# The requests of each further step, and the call that they belong to
-Follow = Iterator["tuple[Call | None, list[mpi.Request]]"]
+if TYPE_CHECKING:
+    from mpipar.comm.memory import Lane, Window
+
+# What each further step waits for, and the call that it belongs to: requests, or a copy
+# after which the next step can make its MPI calls
+Follow = Iterator["tuple[Call | None, list[mpi.Request] | Window]"]
 
 
 class Handle:
@@ -24,11 +29,12 @@ class Handle:
     of several steps: when the requests are complete it is asked for those of the next
     one, and for its call where that is another one. ``held`` is what MPI reads: it
     must live until then, and mpi4py's requests (Ireduce_scatter) do not see to that.
+    ``lane`` has the operation that waits for a copy from a device.
     """
 
     __slots__ = (
-        "_bell", "_call", "_expected", "_finish", "_follow", "_held", "_log", "_pause",
-        "_requests", "_result", "_tally", "_waited",
+        "_bell", "_call", "_expected", "_finish", "_follow", "_held", "_lane", "_log",
+        "_pause", "_requests", "_result", "_tally", "_waited",
     )  # fmt: skip
 
     def __init__(
@@ -39,19 +45,26 @@ class Handle:
         bell: Bell | None,
         pause: Pause,
         held: object = None,
+        lane: Lane | None = None,
     ) -> None:
         self._held = held
+        self._lane = lane
         self._call = call
         self._log = log
         self._tally = tally
         self._bell = bell
         self._pause = pause
-        self._requests: list[mpi.Request] = []
+        self._requests: list[mpi.Request] | Window = []
         self._expected: list[int] | None = None
         self._finish: Callable[[], Array] | None = None
         self._follow: Follow = iter(())
         self._result: Array = None
         self._waited = False
+
+    @property
+    def call(self) -> Call:
+        """Its record."""
+        return self._call
 
     @property
     def op(self) -> str:
@@ -81,11 +94,37 @@ class Handle:
             self._follow = follow
         return self
 
+    def launch_steps(
+        self, steps: Iterator[list[mpi.Request] | Window], finish: Callable[[], Array]
+    ) -> Handle:
+        """Begin with the first of ``steps``, a copy; the MPI calls come after it."""
+        self._finish = finish
+        self._follow = ((None, step) for step in steps)
+        try:
+            self._turn()
+        finally:
+            self._log.current = None
+        self._tally.seconds += time.perf_counter() - self._call.started
+        if self._requests:
+            self._lane.add(self)
+        return self
+
+    def post(self) -> None:
+        """Wait for the copy that is under way, and make the MPI calls behind it."""
+        began = time.perf_counter()
+        while self._requests and not isinstance(self._requests, list):
+            self._complete()
+        self._tally.seconds += time.perf_counter() - began
+
     def test(self) -> bool:
         """Let MPI make progress; True once ``wait`` would return at once."""
         while self._requests:
             statuses = self._statuses()
-            if not mpi.Request.Testall(self._requests, statuses):
+            if isinstance(self._requests, list):
+                done = mpi.Request.Testall(self._requests, statuses)
+            else:
+                done = self._requests.ready()
+            if not done:
                 return False
             self._settle(statuses)
         return True
@@ -96,6 +135,8 @@ class Handle:
         Raises CommError when a message did not have the expected size.
         """
         if not self._waited:
+            if self._lane is not None:
+                self._lane.settle()
             began = time.perf_counter()
             while self._requests:
                 self._complete()
@@ -110,7 +151,9 @@ class Handle:
         began = self._call.started = time.perf_counter()
         self._log.current = self._call
         try:
-            if self._bell is None:
+            if not isinstance(self._requests, list):
+                self._requests.wait()
+            elif self._bell is None:
                 mpi.Request.Waitall(self._requests, statuses)
             else:
                 self._bell.wait(self._requests, statuses, self._pause)
@@ -134,6 +177,10 @@ class Handle:
                 raise CommError(self._complaint(what))
             # Its sender may have waited until it was taken
             self._ring()
+        self._turn()
+
+    def _turn(self) -> None:
+        """Go on to the next step, if there is one."""
         step = next(self._follow, None)
         if step is not None:
             call, self._requests = step

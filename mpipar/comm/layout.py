@@ -80,7 +80,7 @@ def reshard(
     if source == target or comm.size == 1:
         return x
     if target is P:
-        return x if comm.rank == 0 else np.zeros_like(x, order="C")
+        return x if comm.rank == 0 else _empty(x, x.shape, zero=True)
     if source is R:
         return _slice(x, target.dim, shares(x.shape[target.dim], comm.size), comm.rank)
     if source is P and target is R:
@@ -144,11 +144,20 @@ def _slice(x: Array, dim: int, sizes: list[int], part: int) -> Array:
     return x[(slice(None),) * dim + (slice(start, start + sizes[part]),)]
 
 
+def _empty(like: Array, shape: tuple[int, ...], *, zero: bool = False) -> Array:
+    """A C-contiguous array of the type of ``like``, in its kind of memory."""
+    if isinstance(like, np.ndarray):
+        xp = np
+    else:
+        import cupy as xp
+    return (xp.zeros if zero else xp.empty)(shape, like.dtype)
+
+
 def _pack(x: Array, dim: int, sizes: list[int]) -> Array:
     """Lay the parts of ``x`` along ``dim`` in a row: flat, at most one copy."""
     if math.prod(x.shape[:dim]) == 1:
         return x.reshape(-1)
-    flat = np.empty_like(x, shape=(x.size,))
+    flat = _empty(x, (x.size,))
     at = 0
     for part in range(len(sizes)):
         block = _slice(x, dim, sizes, part)
@@ -161,7 +170,7 @@ def _unpack(flat: Array, shape: tuple[int, ...], dim: int, sizes: list[int]) -> 
     """Undo ``_pack``: ``shape`` is that of the whole."""
     if math.prod(shape[:dim]) == 1:
         return flat.reshape(shape)
-    x = np.empty_like(flat, shape=shape)
+    x = _empty(flat, shape)
     at = 0
     for part in range(len(sizes)):
         block = _slice(x, dim, sizes, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,20 +64,34 @@ class Messages:
         raise NotImplementedError
 
     def _send(self, x: Array, to: int, tag: int, op: str) -> Handle:
-        post = self.mpi.Issend if self.synchronous else self.mpi.Isend
         channel = self._message_channel(self.rank, to, tag)
         flat, handle = self._begin(op, x, x.nbytes, channel)
-        parts = pieces(as_bytes(flat), self.chunk_bytes)
-        return handle.launch((post([p, mpi.BYTE], to, tag) for p in parts), lambda: x)
+        posts = self._leave(flat, to, tag)
+        return handle.launch(posts, lambda: self._sent(flat, x))
 
     def _recv(self, x: Array, source: int, tag: int, op: str, calls: int = 1) -> Handle:
         channel = self._message_channel(source, self.rank, tag)
         flat, handle = self._begin(op, x, 0, channel, calls)
+        posts, expected = self._arrive(flat, source, tag)
+        return handle.launch(posts, lambda: self._put_back(flat, x), expected)
+
+    def _leave(self, flat: np.ndarray, to: int, tag: int) -> Iterator[mpi.Request]:
+        """Send the pieces of an array."""
+        post = self.mpi.Issend if self.synchronous else self.mpi.Isend
+        for part in pieces(as_bytes(flat), self.chunk_bytes):
+            yield post([part, mpi.BYTE], to, tag)
+
+    def _arrive(
+        self, flat: np.ndarray, source: int, tag: int
+    ) -> tuple[list[mpi.Request], list[int]]:
+        """Receive the pieces of an array; return the bytes of each as well."""
         parts = pieces(as_bytes(flat), self.chunk_bytes)
-        posts = (self.mpi.Irecv([part, mpi.BYTE], source, tag) for part in parts)
-        return handle.launch(
-            posts, lambda: self._put_back(flat, x), [part.size for part in parts]
-        )
+        posts = [self.mpi.Irecv([part, mpi.BYTE], source, tag) for part in parts]
+        return posts, [part.size for part in parts]
+
+    def _sent(self, flat: np.ndarray, x: Array) -> Array:
+        """``flat`` has left."""
+        return x
 
     def _message_channel(self, source: int, to: int, tag: int) -> Channel:
         """The channel of these messages, under the same name on both ends."""

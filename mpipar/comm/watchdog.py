@@ -144,7 +144,7 @@ class Watchdog:
     def _answer(self, question: dict) -> None:
         channel = self._log.channels.get((question["axis"], question["channel"]))
         collectives = self._log.channels.get((question["axis"], COLLECTIVE))
-        call = self._log.current
+        call = self._log.current or self._log.oldest_queued()
         held = held_up(self._watched)
         answer = Answer(
             host=self._own.host,
@@ -197,10 +197,10 @@ class Watchdog:
             everybody = range(len(self._contacts))
             if now - since >= self._patience(everybody):
                 return Call("", "files", work.verb, 0, 0, everybody, since), work
-        call = self._log.current
-        if call is None or now - call.started < self._patience(call.members):
-            return None
-        return call, None
+        for call in (self._log.current, self._log.oldest_queued()):
+            if call is not None and now - call.started >= self._patience(call.members):
+                return call, None
+        return None
 
     def _patience(self, members: Sequence[int]) -> float:
         """Seconds that an operation of so many ranks may take."""

@@ -199,6 +199,13 @@ class Parallel(Section):
         "between them in turn, where all have equally many ranks of an axis",
     )
 
+    transport: Literal["auto", "nccl", "cuda_aware", "staged"] = Field(
+        "auto",
+        description="how arrays of GPUs travel: nccl = collectives by NCCL, for ranks "
+        "with a GPU each; cuda_aware = MPI takes them as they are; staged = through "
+        "pinned host memory; auto = the first of these that all ranks can use",
+    )
+
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along each axis; dp is 0 until the recipe is resolved."""

@@ -287,6 +287,14 @@ def _batch_cut_by_micro(v: Values, batch: int, data: int, micro: int) -> str | N
     return rule + advice(options)
 
 
+@_rule("train.device", "parallel.transport")
+def _transport_of_devices(v: Values, device: str, transport: str) -> str | None:
+    if device != "cpu" or transport == "auto":
+        return None
+    rule = f"{v.say('parallel.transport')} is for GPUs, not {v.say('train.device')}"
+    return rule + advice({"parallel.transport": ["auto"]})
+
+
 def _fit_kv(tensor: int, kv_heads: int) -> bool:
     """Each tensor rank holds whole key/value heads, or one that several share."""
     return kv_heads % tensor == 0 or tensor % kv_heads == 0

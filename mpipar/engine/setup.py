@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mpipar.comm import Host, Staged, raise_together
+from mpipar.comm import raise_together
+from mpipar.comm.choice import choose, limit_memory
 from mpipar.config import Recipe, replace, resolve
 from mpipar.data import Sampler, Tokenizer, load_tokenizer, load_tokens
 from mpipar.engine.stages import plan_schedule
@@ -26,7 +27,7 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
         parallel.axes,
         parallel.order,
         timeout_s=recipe.log.timeout_s,
-        transport=Host() if device == "cpu" else Staged(),
+        devices=device != "cpu",
         experts=parallel.expert if recipe.experts.count else 0,
         along=("tp", "cp", "dp") if apart else ("cp", "dp"),
         hierarchical=parallel.hierarchical,
@@ -48,10 +49,30 @@ def open_grid(recipe: Recipe, world: Any) -> tuple[Grid, Ops]:
         grid.world.barrier()
     try:
         raise_together(error, grid.world)
+        if grid.size > 1 and device != "cpu":
+            _choose_transport(parallel.transport, grid, ops)
     except DeviceError:
         grid.close()
         raise
     return grid, ops
+
+
+def _choose_transport(asked: str, grid: Grid, ops: Ops) -> None:
+    """Say how arrays travel where they lie on devices; those of ranks that share one
+    share its memory."""
+    on_host = grid.world.all_gather_obj(ops.on_host)
+    if len(set(on_host)) > 1:
+        rank, reason = on_host.index(True), "some ranks have a GPU, but not all"
+        words = f'{reason}, such as rank {rank}: try train.device = "cpu"'
+        raise_together(DeviceError(words), grid.world)
+    if not ops.on_host:
+        choice = choose(asked, grid.world, ops)
+        limit_memory(choice.sharing)
+        grid.use(choice.memory, choice.nccl)
+        grid.road = choice.text
+    elif asked != "auto":
+        reason = f'parallel.transport = "{asked}" needs a GPU, and there is none'
+        raise_together(DeviceError(f'{reason}; try "auto"'), grid.world)
 
 
 def load_vocabulary(recipe: Recipe, world: Any) -> tuple[Recipe, Tokenizer]:

@@ -6,17 +6,27 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from mpipar.comm import Communicator, Host, NullCommunicator, mpi
+from mpipar.comm import Communicator, NullCommunicator, mpi
 from mpipar.comm.bell import Bell
 from mpipar.comm.calls import CallLog
 from mpipar.comm.checked import CheckedCommunicator
-from mpipar.comm.transport import Transport
+from mpipar.comm.device import CheckedDeviceCommunicator, DeviceCommunicator
+from mpipar.comm.memory import DeviceMemory
 from mpipar.comm.watchdog import Watchdog
 from mpipar.errors import ConfigError, RankLostError
 from mpipar.grid.places import AXES, by_node, check_sizes, coords_of, peers_of
 from mpipar.grid.serial import SerialGrid
 
 _JOINED = {"grad": ("dp", "cp")}
+# What is made for arrays on a device or not, and for calls that are compared or not
+_KINDS = {
+    (False, False): Communicator,
+    (False, True): CheckedCommunicator,
+    (True, False): DeviceCommunicator,
+    (True, True): CheckedDeviceCommunicator,
+}
+# Their operations are few and small, or messages: not worth a communicator of NCCL
+_WITHOUT_NCCL = ("world", "pp", "ends")
 
 
 class Grid(SerialGrid):
@@ -35,7 +45,7 @@ class Grid(SerialGrid):
     along      the axes that they are neighbours on
     timeout_s  patience of the watchdog with one operation; 0 switches it off
     check_calls  ranks compare each call before it is made (MPIPAR_CHECK_CALLS=1 too)
-    transport  how arrays reach MPI; host memory unless said
+    devices    arrays may lie on devices, once `use` was called
     hierarchical  scatter and gather inside of nodes and between them in turn
 
     Raises ConfigError on all ranks if the axes do not multiply to the world's size.
@@ -48,7 +58,7 @@ class Grid(SerialGrid):
         order: Sequence[str] = AXES,
         node_size: int | None = None,
         timeout_s: float = 0.0,
-        transport: Transport | None = None,
+        devices: bool = False,
         experts: int = 0,
         along: Sequence[str] = ("cp", "dp"),
         hierarchical: bool = True,
@@ -58,10 +68,11 @@ class Grid(SerialGrid):
         super().__init__()
         self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
         self.order = tuple(order)
-        self._transport = transport or Host()
         self._log = CallLog()
         is_checked = check_calls or os.environ.get("MPIPAR_CHECK_CALLS") == "1"
-        self._kind = CheckedCommunicator if is_checked else Communicator
+        self._kind = _KINDS[devices, is_checked]
+        self._memory: DeviceMemory | None = None
+        self._nccl = False
         self._experts, self._along = experts, tuple(along)
         self._hierarchical = hierarchical
         self._made: list[Communicator] = []
@@ -128,6 +139,16 @@ class Grid(SerialGrid):
                 made = NullCommunicator("ends")
             self._subs["ends"] = made
         return self._subs["ends"]
+
+    def use(self, memory: DeviceMemory, nccl: bool) -> None:
+        """Say how arrays on devices travel from now on; all ranks do so together.
+
+        nccl   collectives go through NCCL; raises DeviceError on all ranks where it
+               fails
+        """
+        self._memory, self._nccl = memory, nccl
+        for comm in self._made:
+            self._equip(comm)
 
     def crosses_nodes(self, axis: str) -> bool:
         """True if some group of ``axis`` has ranks on more than one node."""
@@ -218,11 +239,16 @@ class Grid(SerialGrid):
         nodes = [self._nodes[rank] for rank in members] if self._hierarchical else None
         self._made.append(
             self._kind(
-                comm, name, self.counters, self._transport,
+                comm, name, self.counters,
                 log=self._log, members=members, bell=self._bell, nodes=nodes,
             )
         )  # fmt: skip
+        if self._memory is not None:
+            self._equip(self._made[-1])
         return self._made[-1]
+
+    def _equip(self, comm: DeviceCommunicator) -> None:
+        comm.use(self._memory, self._nccl and comm.name not in _WITHOUT_NCCL)
 
 
 def _survey(

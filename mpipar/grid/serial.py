@@ -21,6 +21,7 @@ class SerialGrid:
     node_rank    place among the ranks of this node, which selects a device
     coords       own coordinate on each axis
     counters     what was moved, by axis and operation
+    road         how arrays of devices travel, in words; "" where there are none
     """
 
     tp: "Communicator | NullCommunicator"
@@ -35,6 +36,7 @@ class SerialGrid:
     size = 1
     rank = 0
     node_rank = 0
+    road = ""
 
     def __init__(self) -> None:
         self.sizes = dict.fromkeys(AXES, 1)

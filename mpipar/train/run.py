@@ -259,7 +259,7 @@ class _Run:
         )
         ops = self.engine.ops
         parts = [grid.describe(), *_methods(self.engine), ops.precision]
-        say(", ".join(filter(None, [*parts, ops.attention_method])))
+        say(", ".join(filter(None, [*parts, ops.attention_method, grid.road])))
         say(
             f"{stream.source}: {stream.train.size:,} tokens to train on, "
             f"{self.sampler.eval_count:,} held-out samples, "

@@ -1,15 +1,14 @@
-"""One rank alone, and arrays of a device: no MPI needed."""
+"""One rank alone: no MPI needed."""
 
 import inspect
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
 
-from mpipar.comm import Communicator, NullCommunicator, P, R, S, Staged, reshard
-from mpipar.errors import CommError, DeviceError
+from mpipar.comm import Communicator, NullCommunicator, P, R, S, reshard
+from mpipar.errors import CommError
 
 
 def test_collectives_of_one_rank_are_identities():
@@ -53,40 +52,3 @@ def test_importing_the_rooms_and_one_rank_alone_never_load_mpi():
         "serial_grid().tp.all_reduce(None); sys.exit('mpi4py' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """A stand-in for CuPy that knows which arrays are on the device."""
-
-    class DeviceArray:
-        def __init__(self, values):
-            self.values, self.shape = np.array(values), np.shape(values)
-
-        def __setitem__(self, key, other):
-            assert isinstance(other, DeviceArray)
-            self.values[key] = other.values
-
-    synced = []
-    stream = types.SimpleNamespace(synchronize=lambda: synced.append(True))
-    module = types.ModuleType("cupy")
-    module.ndarray = DeviceArray
-    module.asarray = DeviceArray
-    module.asnumpy = lambda x, order: np.array(x.values, order=order)
-    module.cuda = types.SimpleNamespace(get_current_stream=lambda: stream)
-    module.synced = synced
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
-
-
-def test_device_arrays_are_staged_through_host_memory(cupy):
-    transport, x = Staged(), cupy.asarray(np.arange(6.0).reshape(2, 3).T)
-    host = transport.pull(x)
-    assert host.flags.c_contiguous and cupy.synced
-    cupy.synced.clear()
-    transport.push(host.reshape(-1) + 1, x)
-    assert x.values.tolist() == [[1, 4], [2, 5], [3, 6]] and cupy.synced
-    assert isinstance(transport.give(host, x), cupy.ndarray)
-    assert transport.pull(host) is host and transport.give(host, host) is host
-    with pytest.raises(DeviceError, match=r"builtins\.list"):
-        transport.pull([1.0])

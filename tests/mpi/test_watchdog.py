@@ -268,3 +268,29 @@ def test_a_grid_left_open_does_not_keep_the_process(job, tmp_path):
     file.write_text(START.format(sizes={"tp": 2}, timeout=60) + "grid.tp.barrier()\n")
     done = job(2, sys.executable, str(file), timeout=30)
     assert done.status == 0 and not done.left
+
+
+def test_a_call_that_a_device_does_not_finish_is_named(hang):
+    """The host waits for a stream behind it, outside of any call that it notes."""
+    report = hang(
+        2,
+        """
+class Event:
+    done = property(lambda self: self.finished)
+    def __init__(self, finished):
+        self.finished = finished
+
+def enqueue(finished):
+    call = grid.tp._collectives.enter("all_reduce", 8, time.perf_counter())
+    grid._log.queue(call, Event(finished))
+
+enqueue(finished=True)
+if r == 0:
+    enqueue(finished=False)
+    time.sleep(60)  # in cudaStreamSynchronize
+else:
+    compute_for_ever()
+""",
+    )
+    assert "in all_reduce #2 on axis tp" in report
+    assert "rank 1 did not arrive: it is computing" in report

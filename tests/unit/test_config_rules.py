@@ -376,3 +376,11 @@ def test_a_partition_may_be_a_list():
         changes = "parallel.pipeline=2", "model.layers=4", f"parallel.partition={words}"
         recipe = resolve(recipe_of(*changes), 2)
         assert recipe.parallel.partition == "1,3"
+
+
+def test_a_transport_is_for_gpus():
+    words = "parallel.transport=nccl", "train.device=cpu"
+    assert broken(2, *words) == [
+        'parallel.transport = "nccl" is for GPUs, not train.device = "cpu"; try "auto"'
+    ]
+    assert read_recipe(SHORT, words[:1], ranks=2).parallel.transport == "nccl"
