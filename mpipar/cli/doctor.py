@@ -48,6 +48,7 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     from mpipar.cli.facts import collect
     from mpipar.cli.findings import judge, judge_sharing
     from mpipar.cli.folder import judge_folder, try_folder
+    from mpipar.cli.gpus import try_transports
     from mpipar.cli.launch import read_launch
     from mpipar.cli.links import judge_links, measure, table
     from mpipar.cli.patience import Patience
@@ -58,11 +59,13 @@ def run(args: argparse.Namespace, world: MPI.Comm) -> int:
     with Patience(world, own.host, _LIMIT_S) as patience:
         patience.begin("the ranks do not meet", _LOST, world.rank == 0)
         facts, sharing = world.gather(own), world.gather(_shares_memory(world))
+        transport = try_transports(world, own.gpus)
         patience.begin("the ranks do not meet again", _LOST, world.rank == 0)
         trials = try_folder(world, own.host, args.out)
         findings = []
         if speaks:
             findings += [*judge(facts, launch), judge_sharing(sharing)]
+            findings += [transport] if transport else []
             findings += judge_folder(trials, own.file_locking)
             _show(findings)
         links = measure(world, own.host, patience)

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from types import ModuleType
 
+from mpipar.cli.device import bind_device
 from mpipar.cli.json_file import check_json
 from mpipar.cli.launch import FAILED, LAST_WORDS_S, Launch, read_launch
 from mpipar.errors import MpiparError
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, command = _parse(sys.argv[1:] if argv is None else argv, launch)
     if hasattr(command, "run_outside"):
         return _run_outside(command, args, launch)
+    bind_device(os.environ)
     return _load("mpipar.cli.world", launch).run_in_world(command, args, launch)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mpipar.cli.device import device_of
 from mpipar.cli.finding import Finding, by_node, count
 from mpipar.cli.patience import within
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _DEV, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _LIMIT_S = 60.0
@@ -74,6 +80,48 @@ def judge_gpus(seen: Sequence[tuple[str, Gpus]]) -> Finding:
         text += f"; {count(most, 'rank')} share {count(gpus, 'GPU')} of {host}"
         return Finding("GPU", "warn", text, "Start one rank a GPU.")
     return Finding("GPU", "ok", text)
+
+
+def try_transports(world: MPI.Comm, own: Gpus) -> Finding | None:
+    """How arrays of GPUs would travel; None where a rank sees none. Collective.
+
+    The same rules as a run has: `mpipar.comm.choice`.
+    """
+    from mpipar.comm import cuda_aware, mpi
+    from mpipar.comm.choice import nccl_obstacle, own_place, shared_devices
+
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    place = node.rank
+    node.Free()
+    if not world.allreduce(bool(own.names), mpi.LAND):
+        return None
+    device = device_of(place, len(own.names))
+    places = world.allgather(own_place(device))
+    claims = world.allgather(
+        cuda_aware.claim(os.environ, cuda_aware.loaded_libraries())
+    )
+    direct = next(filter(None, claims), None)
+    if direct is None and cuda_aware.asked(os.environ) is None:
+        tried = cuda_aware.trial(os.environ, device) if world.rank == 0 else None
+        direct = world.bcast(tried)
+    return judge_transports(nccl_obstacle(places), direct, shared_devices(places))
+
+
+def judge_transports(
+    nccl: str | None, direct: str | None, shared: Sequence[str]
+) -> Finding:
+    """Judge what speaks against NCCL and against CUDA-aware MPI; ``shared`` are the
+    devices that several ranks have, in words."""
+    roads = [f"no NCCL: {nccl}" if nccl else "NCCL"]
+    roads.append(f"no device memory in MPI: {direct}" if direct else "CUDA-aware MPI")
+    text = "; ".join([*roads, "pinned host memory"])
+    if shared:
+        advice = "Start one rank a GPU: those that share one wait for each other."
+        return Finding("transport", "warn", "; ".join([*shared, text]), advice)
+    if nccl:
+        advice = "Sums of gradients go through host memory or MPI, which is slower."
+        return Finding("transport", "warn", text, advice)
+    return Finding("transport", "ok", text)
 
 
 def _describe(gpus: Gpus) -> str:

@@ -1,13 +1,11 @@
 """Which MPI library is loaded, and for which one mpi4py was built."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.cli.finding import Finding, by_node
 
-_MAPS = Path("/proc/self/maps")
 _NAMES = {
     "mpich": "the MPICH ABI",
     "openmpi": "the ABI of Open MPI",
@@ -45,29 +43,20 @@ def collect_build() -> MpiBuild:
     import mpi4py
     from mpi4py import MPI
 
+    from mpipar.comm.cuda_aware import loaded_libraries, told
+
     # A wheel has a module for each ABI: MPI.mpich.cpython-….so
     words = Path(MPI.__file__).name.split(".")
-    files = loaded_libraries(_MAPS)
+    files = loaded_libraries()
     return MpiBuild(
         mpi4py=mpi4py.__version__,
         abi=words[1] if words[1] in _NAMES else "",
         built=(MPI.VERSION, MPI.SUBVERSION),
         runs=MPI.Get_version(),
         files=files,
-        cuda=_is_cuda_aware(files),
+        cuda=told(files),
         all_threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
     )
-
-
-def loaded_libraries(maps: Path) -> tuple[str, ...]:
-    """Paths of the MPI libraries among the files that a process has mapped."""
-    try:
-        lines = maps.read_text().splitlines()
-    except OSError:
-        return ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
-    names = ("libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi_cray.so")
-    return tuple(sorted(p for p in paths if Path(p).name.startswith(names)))
 
 
 def judge_build(builds: Sequence[tuple[str, str, MpiBuild]]) -> Finding:
@@ -99,13 +88,3 @@ def judge_build(builds: Sequence[tuple[str, str, MpiBuild]]) -> Finding:
         advice += "was built with threads."
         return Finding("ABI", "warn", text, advice)
     return Finding("ABI", "ok", text)
-
-
-def _is_cuda_aware(files: Sequence[str]) -> bool | None:
-    """Ask the library itself, by the extension that MPICH and Open MPI both have."""
-    for file in files:
-        try:
-            return bool(ctypes.CDLL(file).MPIX_Query_cuda_support())
-        except (OSError, AttributeError):
-            continue
-    return None

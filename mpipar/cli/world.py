@@ -11,6 +11,7 @@ import traceback
 import warnings
 from types import FrameType, ModuleType
 
+from mpipar.cli.device import place_warning
 from mpipar.cli.json_file import check_json
 from mpipar.cli.launch import (
     FAILED,
@@ -100,6 +101,9 @@ def set_threads(world: MPI.Comm) -> None:
     cores = len(frozenset().union(*masks))
     warning = thread_warning(os.environ, node.size, cores)
     if warning and world.rank == 0:
+        print(warning, file=sys.stderr)
+    warning = place_warning(os.environ, node.rank)
+    if warning:
         print(warning, file=sys.stderr)
     os.environ.update(thread_settings(os.environ, threads))
     node.Free()

@@ -15,8 +15,9 @@ from mpipar.cli.folder import Trial, judge_folder
 from mpipar.cli.gpus import Gpus, judge_gpus
 from mpipar.cli.launch import NO_LAUNCHER, Launch
 from mpipar.cli.limits import Limits, judge_limits, judge_memory
-from mpipar.cli.mpi_build import MpiBuild, judge_build, loaded_libraries
+from mpipar.cli.mpi_build import MpiBuild, judge_build
 from mpipar.cli.patience import Patience, within
+from mpipar.comm.cuda_aware import loaded_libraries
 
 GIB = 1 << 30
 SLURM = Launch("Slurm", "SLURM_NTASKS", 2, 0)
