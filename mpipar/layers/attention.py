@@ -76,7 +76,7 @@ class CausalSelfAttention(Branch):
     Moves     as ColumnLinear plus RowLinear, and as the core
     Flops     the projections, and those of the core
     Precision softmax statistics and sums in the compute type; q, k, v, o and their
-              gradients are operands where the ops want narrow results, without rope
+              gradients are operands where the ops want narrow results
     Raises    nothing; divisibility of heads by tp is the recipe's rule
     Source    Vaswani et al. 2017; Shazeer 2019 (multi-query); Ainslie et al. 2023 (GQA)
     """
@@ -129,6 +129,9 @@ class CausalSelfAttention(Branch):
         if self.rope is not None:
             self.rope.rotate(q, step.positions)
             self.rope.rotate(k, step.positions)
+            if self.ops.narrow_results:
+                qkv = self.ops.operand(qkv)
+                q, k, v = self._heads(qkv)
         if step.cache is not None:
             k, v = step.cache.extend(self.name, k, v)
         shared = step, self._sizes, self._dropout(step)
@@ -144,7 +147,7 @@ class CausalSelfAttention(Branch):
         b, s, _ = dout.shape
         dout = dout.reshape(b, s, self.heads, self.head_width)
         columns = (self.heads + 2 * self.kv_heads) * self.head_width
-        if self.inputs.narrow:
+        if self.ops.narrow_results:
             dqkv = self.ops.empty_operand((b, s, columns))
         else:
             dqkv = self.ops.zeros((b, s, columns))
@@ -160,7 +163,8 @@ class CausalSelfAttention(Branch):
             grads,
         )
         if self.rope is not None:
-            for grad in grads[:2]:
+            dqkv = self.ops.wide(dqkv)
+            for grad in self._heads(dqkv)[:2]:
                 self.rope.rotate(grad, step.positions, inverse=True)
         dx, inputs = self.inputs.backward_input(dqkv, saved.inputs)
         return dx, AttentionLeft(inputs, outputs)
@@ -172,8 +176,7 @@ class CausalSelfAttention(Branch):
     def cost(self, batch: int, sequence: int) -> Cost:
         columns = (self.heads + 2 * self.kv_heads) * self.head_width
         kept = 0 if self.core.keeps_inputs else columns
-        item = self.inputs.result_dtype.itemsize
-        own = Cost(saved=batch * sequence * kept * item)
+        own = Cost(saved=batch * sequence * kept * self.core.head_bytes)
         projections = self.inputs.cost(batch, sequence)
         projections += self.outputs.cost(batch, sequence)
         return own + projections + self.core.cost(batch, sequence, self._sizes)

@@ -95,11 +95,14 @@ def test_the_method_is_told(cudnn, monkeypatch):
         with_cudnn(choice="cudnn")
 
 
-@pytest.mark.parametrize("choice", ["cudnn", "flash"])
-def test_a_model_trains_as_the_reference_does(cudnn, choice):
+@pytest.mark.parametrize(
+    ("choice", "family"), [("cudnn", "llama"), ("cudnn", "gpt"), ("flash", "gpt")]
+)
+def test_a_model_trains_as_the_reference_does(cudnn, choice, family):
     """Heads travel as operands between products and attention."""
-    words = ["model.width=32", "model.heads=4", "model.kv_heads=4", "model.layers=1"]
-    recipe = serial_recipe(make_recipe(1, "model.family=gpt", *words))
+    groups = "model.kv_heads=2" if family == "llama" else "model.kv_heads=4"
+    words = ["model.width=32", "model.heads=4", "model.layers=1", groups]
+    recipe = serial_recipe(make_recipe(1, f"model.family={family}", *words))
     batch, lines = make_batch(recipe, 0), []
     for ops in (with_cudnn(choice=choice), Ops(dtype="float32", half="bf16")):
         engine = Engine(recipe, serial_grid(), ops)
