@@ -39,18 +39,29 @@ def swiglu_grads(draw):
     return {"dy": draw.rows(), "gate": gate, "up": up, "dgate": dgate, "dup": dup}
 
 
+def higher(own):
+    """Peaks over all ranks' columns."""
+    return own + 1
+
+
 def loss_rows(draw):
     tokens = draw.b * draw.s
     logits = draw(tokens, draw.width)
     local = draw.ids(-2, draw.width + 2).reshape(-1)
-    return {"logits": logits, "local": local, "peak": logits.max(-1) + 1}
+    return {"logits": logits, "local": local, "join": higher}
 
 
 def loss_grads(draw):
     tokens = draw.b * draw.s
     local = draw.ids(-2, draw.width + 2).reshape(-1)
     e = np.exp(draw(tokens, draw.width))
-    return {"e": e, "total": e.sum(-1) + 1, "local": local, "seed": draw(tokens)}
+    return {"e": e, "peak": draw(tokens), "total": e.sum(-1) + 1, "local": local,
+            "seed": draw(tokens)}  # fmt: skip
+
+
+def losses_of_tokens(draw):
+    total, target = np.abs(draw(2, draw.b * draw.s)) + draw.dtype.type(0.5)
+    return {"total": total, "target": target, "labels": draw.ids(-2, 3).reshape(-1)}
 
 
 def adam(draw, **options):
@@ -158,6 +169,7 @@ CALLS = [
     Call("xent_fwd", loss_rows, ("logits",)),
     Call("xent_dx", loss_grads, ("e",)),
     Call("sum_rows", lambda d: {"rows": d(3, d.width), "out": d(d.width)}, ("out",)),
+    Call("loss_sum", losses_of_tokens),
     Call("square_sum", lambda d: {"x": d(d.b * d.s * d.width)}),
     Call("adamw", adam, ("weight", "m", "v")),
     Call("adamw", lambda d: adam(d, decay=0.0), ("weight", "m", "v"), "adamw no decay"),

@@ -72,7 +72,7 @@ class OpenBatch(NamedTuple):
     """This rank's loss sum of a batch that has not led to an update, all its valid
     labels, what its loss was multiplied by, and loads of experts."""
 
-    loss: float
+    loss: Any
     valid: int
     scale: float
     loads: dict[str, Any]

@@ -190,8 +190,9 @@ class Engine:
         rows = [stages[stage] for stage in range(self.schedule.stages)]
         return self.simulate(costs_of(self.schedule, rows))
 
-    def gradients(self, batches: Sequence[Batch], valid: int) -> float:
-        """Fills the gradients with the sum over all axes; this rank's loss sum.
+    def gradients(self, batches: Sequence[Batch], valid: int) -> Any:
+        """Fills the gradients with the sum over all axes; this rank's loss sum, on a
+        device an array that the host has not waited for.
 
         They are those of the loss times `loss_scale.value`.
 
@@ -306,7 +307,7 @@ class Engine:
         actions = forward_only(len(rounds), chunks, group=2 * p)
         goes_on = self.begun > self.number
         losses = sum(self._run(actions, rounds, valid, training=False, goes_on=goes_on))
-        total = np.array([self._counted(losses)])
+        total = np.array([float(self._counted(losses))])
         return float(self.grid.world.all_reduce(total)[0]) / max(valid, 1)
 
     def _run(
@@ -317,7 +318,7 @@ class Engine:
         *,
         training: bool,
         goes_on: bool = False,
-    ) -> list[float]:
+    ) -> list[Any]:
         """Runs actions on micro-batches; the loss sum of each."""
         tokens = [self._tokens(batch) for batch in batches]
         steps = [self._step(batch, valid, training=training) for batch in batches]
@@ -325,12 +326,16 @@ class Engine:
         return self.executor.run(actions, tokens, shapes, steps, goes_on=goes_on)
 
     def _votes(
-        self, loss: float, loads: dict[str, np.ndarray], said: Sequence[bool]
+        self, loss: Any, loads: dict[str, np.ndarray], said: Sequence[bool]
     ) -> np.ndarray:
         """This rank's summands of square norm, loss, waiting and working seconds, ranks
-        that say something, and loads of experts."""
+        that say something, and loads of experts.
+
+        Here the host waits for the device, for the first time in a step.
+        """
         square = self.optimizer.square_norm()
-        own = np.array([square, self._counted(loss), *self.executor.timing, *said])
+        loss = float(self._counted(loss))
+        own = np.array([square, loss, *self.executor.timing, *said])
         none = np.zeros(self.recipe.experts.count + 1)
         names = mixtures_of(self.recipe)
         return np.concatenate([own, *(loads.get(name, none) for name in names)])
@@ -360,7 +365,7 @@ class Engine:
         """What the loss of the next batch is multiplied by."""
         return self.loss_scale.value
 
-    def _counted(self, loss: float) -> float:
+    def _counted(self, loss: Any) -> Any:
         """Ranks of tp hold the same loss: only the first counts."""
         return loss if self.grid.tp.rank == 0 else 0.0
 

@@ -55,8 +55,7 @@ class Residual(Layer):
         h, norm = self.norm.forward(x, step)
         if self.dropout.is_active(step):
             h, branch = self.branch.forward(h, step)
-            y, dropout = self.dropout.forward(h, step)
-            y += x
+            y, dropout = self.dropout.forward(h, step, onto=x)
         else:
             y, branch = self.branch.forward(h, step, onto=x)
             _, dropout = self.dropout.forward(y, step)

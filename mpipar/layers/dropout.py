@@ -20,11 +20,11 @@ class DropoutSaved:
 
 
 class Dropout(Layer):
-    """y = x·m, m = 1/(1 − rate) where kept and 0 where dropped.
+    """y = x·m (+ onto), m = 1/(1 − rate) where kept and 0 where dropped.
 
     The mask of element (sample, position, column) is drawn by Philox from (seed, name,
     step number, sample, position, column): equal in every layout, also if drawn again.
-    Where nothing is dropped, y is x itself.
+    Where nothing is dropped, y is x itself, and `onto` may not be given.
 
     Shapes    x, y (b, s/u, d)   stream layout; u = tp if it cuts positions, else 1
     Backward  dx = dy·m
@@ -37,11 +37,13 @@ class Dropout(Layer):
     def __init__(self, name: str, rate: float, *, ops: Ops, stream: Stream) -> None:
         self.name, self.rate, self.ops, self.stream = name, rate, ops, stream
 
-    def forward(self, x: Array, step: Step) -> tuple[Array, DropoutSaved]:
-        return self._apply(x, step), DropoutSaved(step)
+    def forward(
+        self, x: Array, step: Step, onto: Array | None = None
+    ) -> tuple[Array, DropoutSaved]:
+        return self._apply(x, step, onto), DropoutSaved(step)
 
     def backward_input(self, dy: Array, saved: DropoutSaved) -> tuple[Array, None]:
-        return self._apply(dy, saved.step), None
+        return self._apply(dy, saved.step, None), None
 
     def cost(self, batch: int, sequence: int) -> Cost:
         return Cost()
@@ -50,10 +52,10 @@ class Dropout(Layer):
         """True where elements are dropped."""
         return bool(self.rate) and step.training
 
-    def _apply(self, x: Array, step: Step) -> Array:
+    def _apply(self, x: Array, step: Step, onto: Array | None) -> Array:
         if not self.is_active(step):
             return x
         positions = self.stream.positions(step.positions)
-        rows = (positions[None, :], step.samples[:, None], step.number)
+        rows = positions, step.samples, step.number
         key = stream_key(step.seed, self.name)
-        return x * self.ops.dropout_scale(self.rate, x.shape[-1], rows, key)
+        return self.ops.dropout(x, self.rate, rows, key, onto=onto)

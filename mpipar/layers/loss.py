@@ -14,9 +14,11 @@ Array = Any
 
 @dataclass(slots=True)
 class LossSaved:
-    """Exponentials of the logits, their sums, target columns, and the micro-batch."""
+    """Exponentials of the logits, or logits; peaks, sums of exponentials, target
+    columns, and the micro-batch."""
 
     e: Array
+    peak: Array
     total: Array
     local: Array
     step: Step
@@ -25,13 +27,14 @@ class LossSaved:
 class VocabLoss(Layer):
     """L = Σ_tokens (log Σ_v exp z − z[label]), tokens without a label left out.
 
-    Returns the sum over this micro-batch as a Python float; the gradient is that of the
-    sum divided by `step.valid`, the number of valid labels of the whole step, times
-    `step.loss_scale`.
+    Returns the sum over this micro-batch as `Ops.loss_sum` does; the gradient is that
+    of the sum divided by `step.valid`, the number of valid labels of the whole step,
+    times `step.loss_scale`.
 
     Shapes    z (b, s, v/tp), overwritten;  labels (b, s)
     Backward  dz = (softmax(z) − onehot(label))·scale/valid, zero without a label
-    Saves     exp(z − max): b·s·v/tp items; Σ: b·s items; target columns: 8·b·s bytes
+    Saves     exp(z − max), or z: b·s·v/tp items; max and Σ: 2·b·s items; target
+              columns: 8·b·s bytes
     Moves     all-reduce (max) of b·s items and all-reduce (sum) of 2·b·s items, forward
     Flops     none counted
     Precision the compute type; the sum over tokens in float64
@@ -41,24 +44,24 @@ class VocabLoss(Layer):
     def __init__(self, held: Interval, vocab: int, *, ops: Ops, tp: Any) -> None:
         self.held, self.vocab, self.ops, self.tp = held, vocab, ops, tp
 
-    def forward(self, x: Array, step: Step) -> tuple[float, LossSaved]:
-        xp = self.ops.xp
+    def forward(self, x: Array, step: Step) -> tuple[Any, LossSaved]:
+        xp, ops = self.ops.xp, self.ops
         logits = x.reshape(-1, x.shape[-1])
         labels = step.labels.reshape(-1)
         local = labels - self.held[0]
-        peak = self.tp.all_reduce(self.ops.row_max(logits), "max")
-        sums = xp.stack(self.ops.xent_fwd(logits, local, peak))
-        total, target = self.tp.all_reduce(sums)
-        losses = (xp.log(total) - target)[labels >= 0]
-        loss = float(losses.sum(dtype=xp.float64))
-        return loss, LossSaved(logits, total, local, step)
+        peak, *sums = ops.xent_fwd(
+            logits, local, lambda own: self.tp.all_reduce(own, "max")
+        )
+        total, target = self.tp.all_reduce(xp.stack(sums))
+        loss = ops.loss_sum(total, target, labels)
+        return loss, LossSaved(logits, peak, total, local, step)
 
     def backward_input(self, dy: Any, saved: LossSaved) -> tuple[Array, None]:
         labels = saved.step.labels
         factor = saved.step.loss_scale / max(saved.step.valid, 1)
         seed = (labels.reshape(-1) >= 0) * factor
         dz = self.ops.xent_dx(
-            saved.e, saved.total, saved.local, seed.astype(self.ops.dtype)
+            saved.e, saved.peak, saved.total, saved.local, seed.astype(self.ops.dtype)
         )
         return dz.reshape(*labels.shape, -1), None
 
@@ -66,7 +69,7 @@ class VocabLoss(Layer):
         tokens, item = batch * sequence, self.ops.dtype.itemsize
         columns = self.held[1] - self.held[0]
         # `total` is half of the array that both sums travelled in.
-        cost = Cost(saved=tokens * (columns * item + 2 * item + 8))
+        cost = Cost(saved=tokens * (columns * item + 3 * item + 8))
         for items in (1, 2):
             cost += move(self.tp.name, self.tp.size, P, R, items * tokens * item)
         return cost

@@ -10,6 +10,7 @@ argument that an op overwrites or adds to is named in its docstring.
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -262,32 +263,45 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
         """Largest logit of each token.   (T, v)  →  (T,)"""
         return logits.max(axis=-1)
 
-    def xent_fwd(self, logits: Array, local: Array, peak: Array) -> tuple[Array, Array]:
-        """Sum of exponentials and shifted target logit of each token.
+    def xent_fwd(
+        self, logits: Array, local: Array, join: Callable[[Array], Array]
+    ) -> tuple[Array, Array, Array]:
+        """Peak, sum of exponentials and shifted target logit of each token.
 
-        Overwrites logits with e = exp(logits − peak); `xent_dx` makes dlogits of it.
+        Makes of logits what `xent_dx` takes: here e = exp(logits − peak).
 
-        Shapes   logits (T, v), local (T,) target column or any value outside [0, v),
-                 peak (T,)  →  Σe (T,), logit[target] − peak (T,), 0 where not held here
+        join     gives of the largest logits here (T,) those of all ranks' columns
+        Shapes   logits (T, v), local (T,) target column or any value outside [0, v)
+                 →  peak (T,), Σe (T,), logit[target] − peak (T,), 0 where not held here
         """
-        xp = self.xp
+        xp, peak = self.xp, join(self.row_max(logits))
         logits -= peak[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         target = xp.zeros_like(peak)
         rows = xp.flatnonzero(inside)
         target[rows] = logits[rows, local[rows]]
         xp.exp(logits, out=logits)
-        return logits.sum(axis=-1), target
+        return peak, logits.sum(axis=-1), target
 
-    def xent_dx(self, e: Array, total: Array, local: Array, seed: Array) -> Array:
+    def xent_dx(
+        self, e: Array, peak: Array, total: Array, local: Array, seed: Array
+    ) -> Array:
         """dlogits = seed·(e/total − onehot), an operand; overwrites e.
 
-        Shapes   e (T, v), total (T,), local (T,), seed (T,)
+        Shapes   e (T, v) as `xent_fwd` left it; peak, total, local, seed (T,)
         """
         e *= (seed / total)[:, None]
         rows = self.xp.flatnonzero((local >= 0) & (local < e.shape[1]))
         e[rows, local[rows]] -= seed[rows]
         return self.operand(e)
+
+    def loss_sum(self, total: Array, target: Array, labels: Array) -> Any:
+        """Σ log(total) − target over tokens with a label, in float64.   (T,) each
+
+        A number; on a device an array of no dims, so that the host need not wait.
+        """
+        losses = (self.xp.log(total) - target)[labels >= 0]
+        return float(losses.sum(dtype=self.xp.float64))
 
     # --- optimizer --------------------------------------------------------------------
 
@@ -307,6 +321,10 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
             total += float(self.xp.dot(block, block))
         return total
 
+    def square_sums(self, arrays: Sequence[Array]) -> float:
+        """Σ x² over flat arrays, in float64; the host waits for it once."""
+        return sum((self.square_sum(x) for x in arrays), 0.0)
+
     def adamw(
         self,
         weight: Array,
@@ -321,11 +339,13 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
         decay: float,
         step: int,
         scale: float,
+        rounded: Array | None = None,
     ) -> None:
         """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2).
 
         weight, grad, m, v  flat arrays of equal size; weight, m and v are overwritten
         step                1 for the first update;  scale  of the gradient (clipping)
+        rounded             16-bit array that the new weights are written to as well
         """
         g = self.wide(grad) * scale
         m *= beta1
@@ -335,3 +355,5 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
         denominator = self.xp.sqrt(v / (1.0 - beta2**step)) + eps
         weight *= 1.0 - lr * decay
         weight -= (lr / (1.0 - beta1**step)) * m / denominator
+        if rounded is not None:
+            self.store(weight, rounded)

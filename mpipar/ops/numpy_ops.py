@@ -16,19 +16,17 @@ from mpipar.ops.blas import gemm_address
 from mpipar.ops.kernels import (
     attention,
     elementwise,
-    loss,
     norm,
-    optimizer,
     product,
     random,
 )  # fmt: skip
 from mpipar.ops.kernels.tile import has_registers
-from mpipar.ops.row_kernels import RowKernelOps
+from mpipar.ops.loss_kernels import LossKernelOps
 from mpipar.ops.runner import as_bits, optional, rows_of, spaced_rows
 from mpipar.ops.team import MULTIPLY_ADDS
 
 
-class NumpyOps(RowKernelOps):
+class NumpyOps(LossKernelOps):
     """Fast CPU ops in the compute type `dtype`, float32 or float64.
 
     threads   that share each operation
@@ -343,49 +341,3 @@ class NumpyOps(RowKernelOps):
         words = (np.uint64(word) for word in key)
         self._by_rows(random.normals, index.view(np.uint64), *words, std, out)
         return out
-
-    # --- loss and optimizer -----------------------------------------------------------
-
-    def row_max(self, logits: np.ndarray) -> np.ndarray:
-        peak = np.empty(logits.shape[:-1], self.dtype)
-        self._by_rows(loss.row_max, rows_of(logits), peak.reshape(-1))
-        return peak
-
-    def xent_fwd(
-        self, logits: np.ndarray, local: np.ndarray, peak: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        total, target = np.empty_like(peak), np.empty_like(peak)
-        self._by_rows(loss.exponentials, logits, local, peak, total, target)
-        return total, target
-
-    def xent_dx(
-        self, e: np.ndarray, total: np.ndarray, local: np.ndarray, seed: np.ndarray
-    ) -> np.ndarray:
-        out = self._over(e)
-        self._by_rows(loss.softmax_back, e, total, local, seed, out)
-        return out
-
-    def square_sum(self, x: np.ndarray) -> float:
-        total = np.zeros(1)
-        self._summed(optimizer.square_sum, x, sums=[total], chunk=1 << 16)
-        return float(total[0])
-
-    def adamw(
-        self,
-        weight: np.ndarray,
-        grad: np.ndarray,
-        m: np.ndarray,
-        v: np.ndarray,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        decay: float,
-        step: int,
-        scale: float,
-    ) -> None:
-        rate, unbias = lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
-        numbers = (rate, unbias, beta1, beta2, eps, 1.0 - lr * decay, scale)
-        constants = np.array(numbers, self.dtype)
-        self._by_rows(optimizer.adamw, weight, grad, m, v, constants)

@@ -35,6 +35,26 @@ class RandomOps:
         u = uniform_rows(width, rows, key, self.xp, start)
         return (u >= rate).astype(self.dtype) * self.dtype.type(1.0 / (1.0 - rate))
 
+    def dropout(
+        self,
+        x: Array,
+        rate: float,
+        rows: tuple[Array, Array, int],
+        key: tuple[int, int],
+        *,
+        onto: Array | None = None,
+    ) -> Array:
+        """y = x·m + onto, m as `dropout_scale` has it for (positions, samples, number).
+
+        Shapes   x, onto, y (b, s, d); rows: positions (s,), samples (b,), a number
+        """
+        positions, samples, number = rows
+        rows = positions[None, :], samples[:, None], number
+        y = x * self.dropout_scale(rate, x.shape[-1], rows, key)
+        if onto is not None:
+            y += onto
+        return y
+
     def fill_normal(
         self,
         out: Array,

@@ -111,8 +111,9 @@ class Executor:
         steps: Sequence[Step],
         *,
         goes_on: bool = False,
-    ) -> list[float]:
-        """Loss of each micro-batch, summed over its tokens; 0 where the head is not.
+    ) -> list[Any]:
+        """Loss of each micro-batch, summed over its tokens, as the head has it; 0 where
+        the head is not.
 
         actions    what to do, in order
         inputs     token ids (b, s) of each micro-batch
@@ -142,7 +143,8 @@ class Executor:
                     self._conclude(chunk)
             elif kind == "F":
                 loss = self._forward(chunk, number, inputs[number], keep=bool(finals))
-                losses[number] += loss
+                if self.transfer.is_last(chunk):
+                    losses[number] = loss
             elif kind == "W":
                 self._weights(chunk, number, last=last)
             else:
@@ -169,8 +171,8 @@ class Executor:
         self._left = {(c, n - count): x for (c, n), x in self._left.items()}
         self._sizes = {(c, n - count): x for (c, n), x in self._sizes.items()}
 
-    def _forward(self, chunk: int, number: int, x: Array, *, keep: bool) -> float:
-        """The loss where the chunk ends the model, else 0."""
+    def _forward(self, chunk: int, number: int, x: Array, *, keep: bool) -> Any:
+        """The loss where the chunk ends the model, else None."""
         if not self.transfer.is_first(chunk):
             x = self._receive("act", number, chunk)
         saved = []
@@ -189,7 +191,7 @@ class Executor:
         if self.transfer.is_last(chunk):
             return x
         self.transfer.send(x, "act", number, chunk)
-        return 0.0
+        return None
 
     def _backward(self, chunk: int, number: int, *, weights: bool, last: bool) -> None:
         """Input gradients of a chunk, and its weight gradients or what they need."""

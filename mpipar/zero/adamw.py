@@ -53,13 +53,12 @@ class AdamW:
         Of a piece that several ranks hold each counts its own part. Padding and
         elements that another tp rank owns are left out.
         """
-        total = 0.0
+        own = []
         for piece in self.pieces:
             for owner, start, stop in piece.unit.runs(lambda p: p.owner, *piece.share):
                 if owner:
-                    grad = piece.grad[start - piece.begin : stop - piece.begin]
-                    total += self.ops.square_sum(grad)
-        return total
+                    own.append(piece.grad[start - piece.begin : stop - piece.begin])
+        return self.ops.square_sums(own)
 
     def clip_factor(self, norm: float) -> float:
         """What gradients are multiplied by so that their norm is at most `clip`."""

@@ -11,6 +11,7 @@ from parity.build import count_valid, make_batch, make_recipe, scatter, serial_r
 from mpipar.engine import Engine
 from mpipar.grid import serial_grid
 from mpipar.ops.base import Ops
+from mpipar.ops.cuda import embedding
 from mpipar.ops.cuda.ops import CudaOps
 from mpipar.ops.cuda.programs import PROGRAMS, source
 from mpipar.ops.half import narrow, widen
@@ -24,6 +25,8 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
 OURS = [c for c in CALLS if getattr(CudaOps, c.op) is not getattr(Ops, c.op)]
 # Those of cuBLASLt have tests of their own.
 KERNELS = [c for c in OURS if c.op == "linear_db" or not c.op.startswith("linear_")]
+# Goes on from what another op left, of which only both together say what it should be
+KERNELS = [call for call in KERNELS if call.op != "xent_dx"]
 # What may hold 16-bit numbers
 HALVES = {"b", "gain", "bias", "table", "grad", "slope", "dgain", "dbias", "dtable",
           "dgate", "dup", "db"}  # fmt: skip
@@ -56,13 +59,14 @@ def on_cpu(precision: str, *, backwards: bool = False, edit: tuple = ()) -> Cuda
 class Narrow:
     """A call whose arrays of weights and of gradients are 16-bit."""
 
-    def __init__(self, call, dtype):
+    def __init__(self, call, dtype, more=frozenset()):
         self.op, self.call, self.dtype = call.op, call, np.dtype(dtype)
         self.keeps = call.keeps
+        self.names = HALVES | ALSO.get(call.op, set()) | more
 
     def arguments(self, draw):
         given = self.call.arguments(draw)
-        for name in (HALVES | ALSO.get(self.op, set())) & given.keys():
+        for name in self.names & given.keys():
             if given[name] is not None:
                 empty = np.empty(given[name].shape, self.dtype)
                 given[name] = narrow(given[name], empty)
@@ -102,6 +106,125 @@ def test_kernels_agree_with_the_reference(call, precision):
         check(call, runs, expected, TOLERANCE[precision], f"{size}")
 
 
+class Shifted:
+    """A call whose arrays begin one item behind where several could be read."""
+
+    def __init__(self, call):
+        self.op, self.call, self.keeps = call.op, call, call.keeps
+
+    def arguments(self, draw):
+        return {name: shifted(x) for name, x in self.call.arguments(draw).items()}
+
+
+def shifted(x):
+    if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
+        return x
+    own = np.empty(x.size + 1, x.dtype)[1:].reshape(x.shape)
+    own[...] = x
+    return own
+
+
+@pytest.mark.parametrize("call", KERNELS, ids=str)
+def test_arrays_may_begin_anywhere(call):
+    size = (2, 5, 64)
+    runs = [perform(on_cpu("fp32", backwards=b), Shifted(call), size, "float32")
+            for b in (False, True)]  # fmt: skip
+    check(call, runs, perform(Ops(), call, size, "float64"), 1e-5, "")
+
+
+# What products may be made narrow for, or from
+RESULTS = {
+    "gelu_fwd": {"x"}, "gelu_dx": {"dy"}, "rope": {"x"}, "swiglu_fwd": {"gate", "up"},
+    "swiglu_dx": {"dy", "gate", "up"}, "layernorm_bwd": {"dy"}, "rmsnorm_bwd": {"dy"},
+    "xent_fwd": {"logits"}, "combine_rows": {"rows"},
+    "combine_rows_bwd": {"dy", "rows"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [c for c in KERNELS if c.op in RESULTS], ids=str)
+def test_results_of_products_may_be_narrow(call):
+    for size in [(3, 5, 6), (2, 5, 64)]:
+        own = Narrow(call, np.uint16, RESULTS[call.op])
+        runs = [perform(on_cpu("bf16", backwards=b), own, size, "float32")
+                for b in (False, True)]  # fmt: skip
+        expected = perform(Ops(), Wide(own), size, "float32")
+        check(call, runs, expected, TOLERANCE["bf16"], f"{size}")
+
+
+@pytest.mark.parametrize("narrows", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("width", [1, 7, 300, 1500])
+def test_the_gradient_of_the_loss_is_that_of_the_reference(width, precision, narrows):
+    ops, rng = on_cpu(precision), np.random.default_rng(width)
+    logits = 5 * rng.standard_normal((9, width)).astype(np.float32).astype(ops.dtype)
+    if narrows:
+        logits = ops.operand(logits)
+    local, seed = rng.integers(-2, width + 2, 9), rng.standard_normal(9)
+    results = []
+    for kind, z in ((ops, logits), (Ops(), as_double(logits))):
+        peak, total, picked = kind.xent_fwd(z, local, lambda own: own + 1)
+        dz = kind.xent_dx(z, peak, total, local, seed.astype(kind.dtype))
+        results.append([as_double(x) for x in (dz, total, picked)])
+    for x, exact in zip(*results, strict=True):
+        assert_close(x, exact, TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (2, 3, 6), (2, 5, 64), (1, 2, 1500)])
+def test_dropout_is_that_of_the_reference(size):
+    rng, (b, s, width) = np.random.default_rng(1), size
+    x, onto = rng.standard_normal((2, b, s, width)).astype(np.float32)
+    rows = np.arange(s)[::-1] + 2**33, np.arange(b) + 5, 2**40 + 3
+    for more in (None, onto):
+        given = {"rate": 0.25, "rows": rows, "key": (7, 0xFFFFFFFF), "onto": more}
+        want = Ops(dtype="float32").dropout(x, **given)
+        for backwards in (False, True):
+            got = on_cpu("fp32", backwards=backwards).dropout(x, **given)
+            assert np.allclose(got, want, rtol=1e-6, atol=0)
+            assert ((got == 0) == (want == 0)).all()
+
+
+def check_embedding(edit=()):
+    """Frequent and rare ids, in chunks of their own count, of several blocks."""
+    rng = np.random.default_rng(6)
+    ids = np.where(rng.random(1000) < 0.6, 4, rng.integers(0, 40, 1000))
+    held, dy = (ids >= 3) & (ids < 33), rng.standard_normal((1000, 8))
+    right = np.argsort(np.where(held, ids, 99), kind="stable")[: held.sum()]
+    want, results = np.zeros((30, 8)), np.zeros((2, 30, 8), np.float32)
+    dy = dy.astype(np.float32)
+    Ops().embedding_dw(dy.astype(float), ids, want, first=3)
+    for backwards in (False, True):
+        ops = on_cpu("fp32", backwards=backwards, edit=edit)
+        order, keys, begins = ops._sorted(ids, 3, 30)
+        assert np.array_equal(np.diff(begins), np.bincount(ids[held] - 3, minlength=30))
+        assert np.array_equal(order[: held.sum()], right)
+        assert np.array_equal(keys[: held.sum()] + 3, ids[right])
+        ops.embedding_dw(dy, ids, results[int(backwards)], first=3)
+    assert_close(results[0], want, 1e-6)
+    assert np.array_equal(*results)
+
+
+def test_tokens_of_an_embedding_are_added_in_chunks(monkeypatch):
+    monkeypatch.setattr(embedding, "CHUNK", 300)
+    check_embedding()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("from < at ? blockDim.x : threadIdx.x", "blockDim.x"),
+        ("before += own;\n        }\n        begins[row]", "}\n        begins[row]"),
+        ("row == key[at + 2];", "at + 1 < high - low && row == key[at + 2];"),
+        ("if (is_first && low > 0 && keys[low - 1] == row) return;", ""),
+        ("last += SORTED", "last += 2 * SORTED"),
+    ],
+)
+def test_a_fault_in_the_gradient_of_an_embedding_is_caught(edit, monkeypatch):
+    monkeypatch.setattr(embedding, "CHUNK", 300)
+    assert edit[0] in source("embedding")
+    with pytest.raises((AssertionError, ShimError)):
+        check_embedding(edit)
+
+
 def check(call, runs, expected, tolerance, size):
     """Close to the expected, and equal in both orders of threads."""
     (results, _, after), (others, _, again) = runs
@@ -113,7 +236,7 @@ def check(call, runs, expected, tolerance, size):
     for name in after:
         if name in call.writes:
             # An operand may be made over an array, or leave it as it was.
-            if as_double(after[name]).size and call.op not in ("gelu_dx", "xent_dx"):
+            if as_double(after[name]).size and call.op not in ("gelu_dx", "xent_fwd"):
                 assert_close(as_double(after[name]), expected[2][name], tolerance, name)
             assert np.array_equal(after[name], again[name]), name
 
@@ -122,8 +245,7 @@ def test_most_of_the_passes_between_products_are_kernels():
     """What the reference's array operations do is named in the docstring of CudaOps."""
     theirs = {call.op for call in CALLS} - {call.op for call in OURS}
     assert theirs == {
-        "erf", "rope_table", "row_sum", "gather_rows", "combine_rows",
-        "combine_rows_bwd",
+        "erf", "rope_table", "row_sum", "row_max",
     }  # fmt: skip
 
 
@@ -166,7 +288,7 @@ def test_the_square_sum_tells_gradients_that_are_not_finite(value):
 def test_arrays_that_kernels_cannot_take_are_refused():
     ops, x = on_cpu("fp32"), np.zeros((4, 6), np.float32)
     with pytest.raises(ValueError, match="gaps"):
-        ops.xent_fwd(x[:, ::2], np.zeros(4, int), x[:, 0])
+        ops.gelu_dx(x[:, ::2], x[:, ::2])
     with pytest.raises(TypeError, match="float64"):
         ops.gelu_fwd(x.astype(np.float64), tanh=True)
     with pytest.raises(ValueError, match="uneven"):
@@ -241,30 +363,37 @@ def test_a_model_trains_as_the_reference_does(precision, tolerance, family):
 
 
 # What is edited, what it becomes, and the call that must notice
-REDUCED = "of_warp[threadIdx.x >> 5] = x;\n    __syncthreads();"
+REDUCED = "of_warp[i][threadIdx.x >> 5] = x[i];\n    __syncthreads();"
 FAULTS = {
     "no barrier in a block's sum": (
-        REDUCED, REDUCED.partition("\n")[0], "rmsnorm_fwd"),
-    "no barrier before logits are overwritten": (
-        "__syncthreads();  // before", "// before", "xent_fwd"),
+        REDUCED, REDUCED.partition("\n")[0], "square_sum"),
     "no barrier between parts of a column": (
         "= sum;\n    __syncthreads();", "= sum;", "linear_db"),
     "a barrier that some threads do not reach": (
         "= sum;\n    __syncthreads();", "= sum;\n    if (threadIdx.x) __syncthreads(); "
         "else __syncwarp();", "linear_db"),
-    "a column too far": (
-        "y[row * step + i] = sum", "y[row * step + i + 1] = sum", "add_residual"),
-    "the row of another token": (
-        "const C own = seed[blockIdx.x]", "const C own = seed[0]", "xent_dx"),
-    "a repeated id added twice": (
-        "ids[order[begin - 1]] == id", "false", "embedding_dw"),
+    "a column too far": ("C* own = y + row", "C* own = y + 1 + row", "add_residual"),
+    "several items from where one access may not begin": (
+        "return same ? own : -1", "return 0", "rmsnorm_fwd"),
+    "items left over at the end": (
+        "for (I i = high + thread; i", "for (I i = high + thread + 1; i",
+        "add_residual"),
+    "the gradient of another row": (
+        "sums[1] += scaled[k] * own[k]", "sums[1] += scaled[k]", "layernorm_bwd"),
+    "a sum that is not scaled to a larger peak": (
+        "sum * exp(top - highest)", "sum", "xent_fwd"),
+    "the target of another token": ("row[target]", "row[0]", "xent_fwd"),
+    "a choice that is not there": (
+        "places[choice] >= count", "places[choice] > count", "combine_rows"),
+    "a gate of another choice": (
+        "const C gate = gates[at]", "const C gate = gates[token]", "combine_rows_bwd"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_is_caught(fault):
     *edit, op = FAULTS[fault]
-    call, size = next(c for c in OURS if c.op == op), (2, 15, 300)
+    call, size = next(c for c in OURS if c.op == op), (2, 115, 30)
     assert any(edit[0] in source(program) for program in PROGRAMS)
     expected = perform(Ops(dtype="float64"), call, size, "float64")
     with pytest.raises((AssertionError, ShimError)):

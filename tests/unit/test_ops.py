@@ -48,10 +48,10 @@ def test_every_operation_on_arrays_is_among_the_calls():
     """A new operation must join the list above; the rest is tested elsewhere."""
     elsewhere = {
         "empty", "zeros", "to_host", "matmul_rate", "scratch",
-        "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale",
+        "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale", "dropout",
         "fill_normal", "precision", "operand", "empty_operand", "is_mixed",
         "wide", "store", "add_to", "linear_gelu_dx", "narrow_results",
-        "attention_method",
+        "attention_method", "square_sums",
     }  # fmt: skip
     elsewhere |= public(DeviceOps)
     assert public(Ops) == elsewhere | {call.op for call in CALLS}

@@ -71,6 +71,13 @@ class CudaArrayOps(Ops):
             raise TypeError(f"an array of {x.dtype} where kernels take {self.dtype}")
         return x
 
+    def _either(self, x: Array) -> Array:
+        """x without gaps, in the compute type or that of operands.
+
+        Raises TypeError for a third type.
+        """
+        return self._solid(x) if x.dtype == self.operand_dtype else self._compute(x)
+
     def _in_place(self, x: Array, *types: np.dtype) -> Array:
         """x, to be written; of the compute type unless others are given.
 

@@ -225,24 +225,25 @@ __global__ void key_reach(int s, const int* begin, const int* end, int* first,
         if (row < least) least = row;
         most = row + 1;
     }
-    least = -block_reduce<Max>(-least), most = block_reduce<Max>(most);
+    least = -row_reduce<Max>(-least), most = row_reduce<Max>(most);
     if (threadIdx.x > 0) return;
     first[int64(blockIdx.y) * gridDim.x + blockIdx.x] = most > 0 ? least : 0;
     last[int64(blockIdx.y) * gridDim.x + blockIdx.x] = most;
 }
 
 // o, lse ← attention over the keys of both; part, level are those of others. Where
-// neither saw a key, o stays 0 and lse −∞. One block a place and head of o.
+// neither saw a key, o stays 0 and lse −∞. A row is a place and head of o.
 template <class C>
-__global__ void attention_merge(int h, C* o, C* lse, const C* part, const C* level,
-                                int s, int n) {
-    const int64 at = blockIdx.x, row = at / n;
+__global__ void attention_merge(int h, int64 rows, C* o, C* lse, const C* part,
+                                const C* level, int s, int n) {
+    const int64 at = own_row(), row = at / n;
+    if (at >= rows) return;
     const int64 place = (row / s * n + at % n) * s + row % s;
     const C a = lse[place], b = level[place], most = Max::join(a, b);
     const C top = most < C(-3e38) ? C(0) : most;
     const C mine = exp(a - top), other = exp(b - top), total = mine + other;
     const C share = total == 0 ? C(0) : 1 / total;
-    __syncthreads();  // until all have read lse
+    row_wait();  // until all have read lse
     for (int i = threadIdx.x; i < h; i += blockDim.x) {
         const int64 item = at * h + i;
         o[item] = o[item] * (mine * share) + part[item] * (other * share);

@@ -49,7 +49,88 @@ __device__ inline void put(fp16& to, float x) {
 #endif
 }
 
-// --- reductions over a block of whole warps; every thread gets the result ----------
+// --- several items at a time ---------------------------------------------------------
+
+// Items of the compute type that one access of 16 bytes moves
+template <class C> constexpr int ITEMS = 16 / sizeof(C);
+
+// A count that is known when the kernel is compiled.
+template <int n> struct Count {
+    __device__ constexpr operator int() const { return n; }
+};
+
+template <class T, int n> struct alignas(sizeof(T) * n) Vector {
+    T item[n];
+    __device__ T& operator[](int i) { return item[i]; }
+    __device__ const T& operator[](int i) const { return item[i]; }
+};
+// Tests put a check of the address in its place.
+#ifndef VECTOR_AT
+#define VECTOR_AT(vector, at) (*reinterpret_cast<vector*>(at))
+#endif
+
+template <class T, int n> __device__ Vector<T, n> load(const T* at, Count<n>) {
+    typedef const Vector<T, n> From;
+    return VECTOR_AT(From, at);
+}
+template <class T, int n> __device__ void save(T* at, const Vector<T, n>& x) {
+    typedef Vector<T, n> To;
+    VECTOR_AT(To, at) = x;
+}
+
+// How many items before an address an n-fold access could begin; −1 where that is not
+// the same for all of them. Null pointers do not count.
+template <int n> __device__ int phase_of() { return 0; }
+template <int n, class T, class... More>
+__device__ int phase_of(const T* at, const More*... more) {
+    const int own = int(reinterpret_cast<uint64>(at) / sizeof(T) % n);
+    const bool same = (true && ... && (!more || int(reinterpret_cast<uint64>(more) /
+                                                    sizeof(More) % n) == own));
+    return same ? own : -1;
+}
+
+// work(i, Count) for the items i .. i + Count of 0 .. size, by `threads` threads in
+// turn: n at a time where they lie together in memory, else one by one.
+template <int n, class I, class Work>
+__device__ void for_items(I size, int phase, I thread, I threads, Work work) {
+    I low = size, high = size;
+    if (phase >= 0) {
+        low = I((n - phase) % n) < size ? I((n - phase) % n) : size;
+        high = low + (size - low) / n * n;
+    }
+    for (I i = thread; i < low; i += threads) work(i, Count<1>());
+    for (I i = low + thread * n; i < high; i += threads * n) work(i, Count<n>());
+    for (I i = high + thread; i < size; i += threads) work(i, Count<1>());
+}
+
+// The same by all threads of all blocks.
+template <int n, class Work>
+__device__ void for_all(int64 size, int phase, Work work) {
+    const int64 first = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    for_items<n>(size, phase, first, int64(gridDim.x) * blockDim.x, work);
+}
+
+// Of one row, by the threads that work on it.
+template <int n, class Work>
+__device__ void for_row(int width, int phase, Work work) {
+    for_items<n>(width, phase, int(threadIdx.x), int(blockDim.x), work);
+}
+
+// --- rows: one for each block, or for each warp of a block of several ---------------
+
+__device__ inline int64 own_row() {
+    return int64(blockIdx.x) * blockDim.y + threadIdx.y;
+}
+
+// Waits for the threads of a row.
+__device__ inline void row_wait() {
+    if (blockDim.x == 32)
+        __syncwarp();
+    else
+        __syncthreads();
+}
+
+// --- reductions over the threads of a row, whole warps; every thread gets the result
 
 struct Add {
     template <class C> static __device__ C join(C a, C b) { return a + b; }
@@ -67,14 +148,24 @@ template <class Op, class C> __device__ C warp_reduce(C x) {
     return x;
 }
 
-template <class Op, class C> __device__ C block_reduce(C x) {
-    __shared__ C of_warp[32];
+// Several numbers at once.
+template <class Op, class C, int count> __device__ void row_reduce(C (&x)[count]) {
+    for (int i = 0; i < count; ++i) x[i] = warp_reduce<Op>(x[i]);
+    if (blockDim.x == 32) return;
+    __shared__ C of_warp[count][32];
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    x = warp_reduce<Op>(x);
     __syncthreads();  // until all have read the results of the call before
-    if (lane == 0) of_warp[threadIdx.x >> 5] = x;
+    if (lane == 0)
+        for (int i = 0; i < count; ++i) of_warp[i][threadIdx.x >> 5] = x[i];
     __syncthreads();
-    x = of_warp[0];
-    for (int warp = 1; warp < warps; ++warp) x = Op::join(x, of_warp[warp]);
-    return x;
+    for (int i = 0; i < count; ++i) {
+        x[i] = of_warp[i][0];
+        for (int warp = 1; warp < warps; ++warp)
+            x[i] = Op::join(x[i], of_warp[i][warp]);
+    }
+}
+template <class Op, class C> __device__ C row_reduce(C x) {
+    C one[1] = {x};
+    row_reduce<Op>(one);
+    return one[0];
 }

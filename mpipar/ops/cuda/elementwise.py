@@ -15,41 +15,43 @@ class CudaElementwiseOps(CudaArrayOps):
         if b is None and onto is None:
             return y
         rows, step = spaced(y)
-        b = None if b is None else self._compute(b)
+        b = None if b is None else self._solid(b)
         onto = None if onto is None else self._compute(onto)
-        width = y.shape[-1]
+        types = [self.dtype, self.dtype if b is None else b.dtype]
         self.launch.over_rows(
-            "add_rows", [self.dtype], rows, width,
+            "add_rows", types, rows, y.shape[-1],
             y, b, onto, step,
         )  # fmt: skip
         return y
 
     def linear_db(self, dy: Array, db: Array) -> None:
-        self.add_to(db, self._column_sum(self._solid(dy).reshape(-1, dy.shape[-1])))
+        x = self._solid(dy).reshape(-1, dy.shape[-1])
+        chunks, size = chunks_of(len(x))
+        sums = self.empty((1, chunks, x.shape[1]))
+        self.launch.column_sums(x, sums[0], size)
+        self._add_sums(sums, [db])
 
-    def _column_sum(self, x: Array) -> Array:
-        """Σ over rows in the compute type.   (rows, width)  →  (width,)"""
-        while True:
-            rows, width = x.shape
-            chunks, size = chunks_of(rows)
-            sums = self.empty((chunks, width))
-            self.launch.column_sums(x, sums, size)
-            if chunks == 1:
-                return sums[0]
-            x = sums
+    def _add_sums(self, sums: Array, grads: list[Array]) -> None:
+        """grads[i] += Σ of the rows of sums[i].   sums (grads, rows, width)"""
+        solid = [self._solid(grad) for grad in grads]
+        self.launch.add_column_sums(sums, solid)
+        for grad, made in zip(grads, solid, strict=True):
+            if made is not grad:
+                grad[...] = made
 
     # --- activations ------------------------------------------------------------------
 
     def gelu_fwd(self, x: Array, *, tanh: bool) -> tuple[Array, Array]:
-        x, y = self._compute(x), self.empty_operand(x.shape)
+        x, y = self._either(x), self.empty_operand(x.shape)
         slope = self.empty_operand(x.shape)
-        types = [self.dtype, self.operand_dtype, tanh]
+        types = [x.dtype, self.dtype, self.operand_dtype, tanh]
         self.launch.over_items("gelu_fwd", types, x.size, x, y, slope)
         return y, slope
 
     def gelu_dx(self, dy: Array, slope: Array) -> Array:
-        dx, slope = self._over(self._in_place(dy)), self._solid(self.operand(slope))
-        types = [self.dtype, self.operand_dtype]
+        dy = self._in_place(dy, self.dtype, self.operand_dtype)
+        dx, slope = self._over(dy), self._solid(self.operand(slope))
+        types = [dy.dtype, self.operand_dtype]
         self.launch.over_items("gelu_bwd", types, dy.size, dy, slope, dx)
         return dx
 
@@ -57,7 +59,7 @@ class CudaElementwiseOps(CudaArrayOps):
         y, width = self.empty_operand(gate.shape), gate.shape[-1]
         (rows, gate_step), (_, up_step) = spaced(gate), spaced(up)
         self.launch.over_rows(
-            "swiglu_fwd", [self.dtype, self.operand_dtype], rows, width,
+            "swiglu_fwd", [gate.dtype, self.dtype, self.operand_dtype], rows, width,
             gate, up, y, gate_step, up_step,
         )  # fmt: skip
         return y
@@ -65,9 +67,9 @@ class CudaElementwiseOps(CudaArrayOps):
     def swiglu_dx(
         self, dy: Array, gate: Array, up: Array, *, dgate: Array, dup: Array
     ) -> None:
-        rows, width, dy = spaced(gate)[0], gate.shape[-1], self._compute(dy)
+        rows, width, dy = spaced(gate)[0], gate.shape[-1], self._either(dy)
         steps = (spaced(x)[1] for x in (gate, up, dgate, dup))
         self.launch.over_rows(
-            "swiglu_bwd", [self.dtype, dgate.dtype], rows, width,
+            "swiglu_bwd", [dy.dtype, gate.dtype, self.dtype, dgate.dtype], rows, width,
             dy, gate, up, dgate, dup, *steps,
         )  # fmt: skip

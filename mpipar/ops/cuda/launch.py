@@ -20,7 +20,12 @@ from mpipar.ops.cuda.programs import (
 Array = Any
 
 WARP = 32
-THREADS = 256  # of a block that maps items or sums a row
+THREADS = 256  # of a block that maps items or works on a row
+# Widest row that a warp works on alone, in items
+WARP_ROW = 1024
+# Most threads of a block that works on rows and keeps sums over them, and of all of its
+# blocks: as many as the largest devices run at a time
+ROW_THREADS, ALL_THREADS = 512, 132 * 2048
 # Enough blocks to fill any device; each takes more than one share of the work.
 BLOCKS = 4096
 # Blocks with a partial sum each: two for each multiprocessor of the largest devices.
@@ -34,6 +39,8 @@ ATTENTION_ROWS = 8
 FLASH_ROWS, FLASH_TILE, FLASH_SHORT = 64, 64, 32
 # Bytes of shared memory that a kernel has without asking
 FREE_SHARED = 48 << 10
+# and what a kernel asks for at most that could also do with less
+KEPT_SHARED = 96 << 10
 
 
 class Launcher:
@@ -45,6 +52,8 @@ class Launcher:
 
     def __init__(self, compile: Compile, dtype: np.dtype, operand: np.dtype) -> None:
         self.compile, self.dtype, self.operand = compile, dtype, operand
+        # Items of the compute type that one access moves; ITEMS in common.cuh
+        self.lanes = 16 // dtype.itemsize
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
 
@@ -57,7 +66,7 @@ class Launcher:
         blocks: int = BLOCKS,
     ) -> None:
         """kernel(size, ...), in which threads of some blocks take items in turn."""
-        grid = (min(blocks, -(-size // THREADS)),)
+        grid = (min(blocks, -(-size // (THREADS * self.lanes))),)
         arguments = (np.int64(size), *arguments)
         self._launch(kernel, types, grid, (THREADS,), arguments)
 
@@ -65,7 +74,7 @@ class Launcher:
         self, kernel: str, types: list, rows: int, width: int, *arguments: Any
     ) -> None:
         """kernel(rows, width, ...), in which blocks take rows in turn."""
-        grid, block = (min(BLOCKS, rows),), (threads_for(width),)
+        grid, block = (min(BLOCKS, rows),), (self.threads(width),)
         arguments = (np.int64(rows), width, *arguments)
         self._launch(kernel, types, grid, block, arguments)
 
@@ -78,12 +87,48 @@ class Launcher:
         *arguments: Any,
         kept: int = 0,
     ) -> None:
-        """kernel(width, ...) with a block for each row, or for so many sets of rows.
+        """kernel(width, rows, ...) with a block for each row, or a warp if it is short.
 
-        kept   items of the compute type in the shared memory of a block
+        kept   items of the compute type for a row in shared memory
         """
-        block, shared = (threads_for(width),), kept * self.dtype.itemsize
-        self._launch(kernel, types, (rows,), block, (width, *arguments), shared)
+        block = (WARP, THREADS // WARP) if width <= WARP_ROW else (self.threads(width),)
+        grid = -(-rows // (block[1] if len(block) > 1 else 1))
+        shared = kept * self.dtype.itemsize * math.prod(block[1:])
+        arguments = (width, np.int64(rows), *arguments)
+        self._launch(kernel, types, (grid,), block, arguments, shared)
+
+    def by_rows(
+        self,
+        kernel: str,
+        types: list,
+        blocks: int,
+        rows: int,
+        width: int,
+        *arguments: Any,
+        kept: int,
+    ) -> None:
+        """kernel(width, rows, ...) in which so many blocks take rows in turn.
+
+        kept   as in `by_row`, of a block
+        """
+        block = (self.threads(width, ROW_THREADS),)
+        arguments, shared = (width, np.int64(rows), *arguments), kept
+        shared *= self.dtype.itemsize
+        self._launch(kernel, types, (blocks,), block, arguments, shared)
+
+    def blocks_for(self, rows: int, width: int) -> int:
+        """Blocks of `by_rows`: all that a large device runs at a time."""
+        return min(rows, ALL_THREADS // self.threads(width, ROW_THREADS))
+
+    def in_blocks(
+        self, kernel: str, types: list, grid: tuple, block: int, *arguments: Any
+    ) -> None:
+        """kernel(...) in blocks of so many threads."""
+        self._launch(kernel, types, grid, (block,), arguments)
+
+    def threads(self, width: int, most: int = THREADS) -> int:
+        """Threads of a block that works on a row: whole warps, none idle."""
+        return min(most, -(-width // (WARP * self.lanes)) * WARP)
 
     def by_warps(
         self,
@@ -127,10 +172,22 @@ class Launcher:
         Shapes   x (rows, width), sums (chunks, width)
         """
         rows, width = x.shape
-        grid = (-(-width // WARP), len(sums))
-        arguments = np.int64(rows), width, x, sums, np.int64(chunk)
+        packs = width % self.lanes == 0 and is_aligned(x, self.lanes)
+        columns = self.lanes if packs else 1
+        grid = (-(-width // (WARP * columns)), len(sums))
+        arguments = np.int64(rows), width, x, sums, np.int64(chunk), columns
         types = [x.dtype, self.dtype]
         self._launch("column_sums", types, grid, (WARP, 8), arguments)
+
+    def add_column_sums(self, parts: Array, grads: list[Array]) -> None:
+        """grads[i] += Σ of the rows of parts[i], by blocks of 32 × 32 threads.
+
+        Shapes   parts (grads, rows, width), grads (width,), one or two of one type
+        """
+        count, rows, width = parts.shape
+        grid, types = (-(-width // WARP), count), [self.dtype, grads[0].dtype]
+        arguments = rows, width, parts, grads[0], grads[-1]
+        self._launch("add_column_sums", types, grid, (WARP, WARP), arguments)
 
     def _launch(
         self,
@@ -173,9 +230,10 @@ class Launcher:
         return argument
 
 
-def threads_for(width: int) -> int:
-    """Threads of a block that works on a row: whole warps, none idle in a short row."""
-    return min(THREADS, max(WARP, -(-width // WARP) * WARP))
+def is_aligned(x: Array, lanes: int) -> bool:
+    """True where one access may move the first `lanes` items."""
+    at = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+    return at % (lanes * x.itemsize) == 0
 
 
 def chunks_of(rows: int) -> tuple[int, int]:

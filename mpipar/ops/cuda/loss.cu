@@ -1,39 +1,75 @@
-// Cross-entropy over the columns that one rank holds. One block a token; logits
-// (T, width) lie in rows of `width` items. A target outside of [0, width) is not here.
+// Cross-entropy over the columns that one rank holds. Logits (T, width) lie in rows of
+// `width` items of type L, the compute type or that of operands. A target outside of
+// [0, width) is not here.
 
-template <class C> __global__ void row_max(int width, const C* logits, C* peak) {
-    const C* row = logits + int64(blockIdx.x) * width;
-    C top = row[0];
-    for (int i = threadIdx.x; i < width; i += blockDim.x) top = Max::join(top, row[i]);
-    top = block_reduce<Max>(top);
-    if (threadIdx.x == 0) peak[blockIdx.x] = top;
+// peak = largest logit, total = Σ exp(logit − peak), picked = logit[target], else 0.
+// Reads logits once: a sum is scaled down where a larger peak is found.
+template <class L, class C>
+__global__ void xent_fwd(int width, int64 rows, const L* logits, const int64* local,
+                         C* peak, C* total, C* picked) {
+    const int lanes = ITEMS<C>;
+    const int64 number = own_row();
+    if (number >= rows) return;
+    const L* row = logits + number * width;
+    C top = C(-3e38), sum = 0;
+    for_row<lanes>(width, phase_of<lanes>(row), [&](int i, auto n) {
+        const auto items = load(row + i, n);
+        C higher = top, more = 0;
+        for (int k = 0; k < n; ++k) higher = Max::join(higher, C(wide(items[k])));
+        for (int k = 0; k < n; ++k) more += exp(wide(items[k]) - higher);
+        sum = sum * exp(top - higher) + more;
+        top = higher;
+    });
+    const C highest = row_reduce<Max>(top);
+    sum = row_reduce<Add>(sum * exp(top - highest));
+    if (threadIdx.x) return;
+    const int64 target = local[number];
+    peak[number] = highest;
+    total[number] = sum;
+    picked[number] = target >= 0 && target < width ? wide(row[target]) : C(0);
 }
 
-// logits ← e = exp(logits − peak); total = Σe; picked = logit[target] − peak, else 0.
+// Brings both to the peak over all ranks: total ·= exp(own − peak), picked −= peak.
 template <class C>
-__global__ void xent_fwd(int width, C* logits, const int64* local, const C* peak,
-                         C* total, C* picked) {
-    C* row = logits + int64(blockIdx.x) * width;
-    const int64 target = local[blockIdx.x];
-    const C top = peak[blockIdx.x];
-    C sum = 0;
-    if (threadIdx.x == 0)
-        picked[blockIdx.x] = target >= 0 && target < width ? row[target] - top : C(0);
-    __syncthreads();  // before the target's logit is overwritten
-    for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        row[i] = exp(row[i] - top);
-        sum += row[i];
-    }
-    sum = block_reduce<Add>(sum);
-    if (threadIdx.x == 0) total[blockIdx.x] = sum;
+__global__ void xent_merge(int64 size, int width, const C* own, const C* peak,
+                           const int64* local, C* total, C* picked) {
+    for_all<1>(size, -1, [&](int64 i, auto) {
+        total[i] *= exp(own[i] - peak[i]);
+        if (local[i] >= 0 && local[i] < width) picked[i] -= peak[i];
+    });
 }
 
-// dlogits = seed·(e/total − onehot); dlogits may be e.
-template <class C, class S>
-__global__ void xent_bwd(int width, const C* e, const C* total, const int64* local,
-                         const C* seed, S* dlogits) {
-    const int64 at = int64(blockIdx.x) * width, target = local[blockIdx.x];
-    const C own = seed[blockIdx.x], factor = own / total[blockIdx.x];
-    for (int i = threadIdx.x; i < width; i += blockDim.x)
-        put(dlogits[at + i], e[at + i] * factor - (i == target ? own : C(0)));
+// dlogits = seed·(exp(logit − peak)/total − onehot); dlogits may be the logits.
+template <class L, class C, class S>
+__global__ void xent_bwd(int width, int64 rows, const L* logits, const C* peak,
+                         const C* total, const int64* local, const C* seed,
+                         S* dlogits) {
+    const int lanes = ITEMS<C>;
+    const int64 number = own_row();
+    if (number >= rows) return;
+    const int64 target = local[number];
+    const L* row = logits + number * width;
+    S* made = dlogits + number * width;
+    const C own = seed[number], factor = own / total[number], top = peak[number];
+    for_row<lanes>(width, phase_of<lanes>(row, made), [&](int i, auto n) {
+        const auto items = load(row + i, n);
+        Vector<S, n> to;
+        for (int k = 0; k < n; ++k) {
+            const C part = exp(wide(items[k]) - top) * factor;
+            put(to[k], part - (i + k == target ? own : C(0)));
+        }
+        save(made + i, to);
+    });
+}
+
+// sum = Σ log(total) − picked over tokens with a label, in double. One block.
+template <class C>
+__global__ void loss_sum(int64 size, const C* total, const C* picked,
+                         const int64* labels, double* sum) {
+    double own = 0;
+    for_all<1>(size, -1, [&](int64 i, auto) {
+        if (labels[i] >= 0) own += log(total[i]) - picked[i];
+    });
+    own = row_reduce<Add>(own);
+    if (threadIdx.x == 0) *sum = own;
 }

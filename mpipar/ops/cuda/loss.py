@@ -1,6 +1,9 @@
 """Cross-entropy by CUDA kernels."""
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from mpipar.ops.cuda.arrays import CudaArrayOps
 
@@ -8,28 +11,45 @@ Array = Any
 
 
 class CudaLossOps(CudaArrayOps):
-    """Cross-entropy over the columns that one rank holds."""
+    """Cross-entropy over the columns that one rank holds.
 
-    def row_max(self, logits: Array) -> Array:
-        peak, width = self.empty(logits.shape[:-1]), logits.shape[-1]
-        logits = self._compute(logits)
-        self.launch.by_row("row_max", [self.dtype], peak.size, width, logits, peak)
-        return peak
+    Forward only reads logits, once; backward reads them once and makes dlogits, over
+    them where they are operands. What the reference calls e are the logits themselves.
+    """
 
-    def xent_fwd(self, logits: Array, local: Array, peak: Array) -> tuple[Array, Array]:
-        total, target = self.empty(peak.shape), self.empty(peak.shape)
+    def xent_fwd(
+        self, logits: Array, local: Array, join: Callable[[Array], Array]
+    ) -> tuple[Array, Array, Array]:
+        logits, local = self._either(logits), self._index(local)
         rows, width = logits.shape
+        own, total, target = (self.empty((rows,)) for _ in range(3))
         self.launch.by_row(
-            "xent_fwd", [self.dtype], rows, width,
-            self._in_place(logits), self._index(local), self._compute(peak), total,
-            target,
+            "xent_fwd", [logits.dtype, self.dtype], rows, width,
+            logits, local, own, total, target,
         )  # fmt: skip
-        return total, target
+        peak = self._compute(join(own))
+        self.launch.over_items(
+            "xent_merge", [self.dtype], rows, width, own, peak, local, total, target
+        )
+        return peak, total, target
 
-    def xent_dx(self, e: Array, total: Array, local: Array, seed: Array) -> Array:
-        dlogits, (rows, width) = self._over(self._in_place(e)), e.shape
+    def xent_dx(
+        self, e: Array, peak: Array, total: Array, local: Array, seed: Array
+    ) -> Array:
+        logits = self._in_place(e, self.dtype, self.operand_dtype)
+        dlogits, (rows, width) = self._over(logits), logits.shape
         self.launch.by_row(
-            "xent_bwd", [self.dtype, self.operand_dtype], rows, width,
-            e, self._compute(total), self._index(local), self._compute(seed), dlogits,
+            "xent_bwd", [logits.dtype, self.dtype, self.operand_dtype], rows, width,
+            logits, self._compute(peak), self._compute(total), self._index(local),
+            self._compute(seed), dlogits,
         )  # fmt: skip
         return dlogits
+
+    def loss_sum(self, total: Array, target: Array, labels: Array) -> Array:
+        sum = self.xp.zeros((), np.float64)
+        self.launch.over_items(
+            "loss_sum", [self.dtype], total.size,
+            self._compute(total), self._compute(target), self._index(labels), sum,
+            blocks=1,
+        )  # fmt: skip
+        return sum

@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-import numpy as np
-
 from mpipar.ops.cuda.elementwise import CudaElementwiseOps
-from mpipar.ops.cuda.launch import SUM_BLOCKS
+from mpipar.ops.cuda.launch import KEPT_SHARED
 
 Array = Any
 
@@ -18,7 +16,7 @@ class CudaNormOps(CudaElementwiseOps):
         self, x: Array, gain: Array, bias: Array, *, eps: float
     ) -> tuple[Array, Array, Array]:
         mean = self.empty(x.shape[:-1])
-        y, rstd = self._norm_fwd(x, gain, self._compute(bias), mean, eps)
+        y, rstd = self._norm_fwd(x, gain, bias, mean, eps)
         return y, mean, rstd
 
     def rmsnorm_fwd(self, x: Array, gain: Array, *, eps: float) -> tuple[Array, Array]:
@@ -34,10 +32,14 @@ class CudaNormOps(CudaElementwiseOps):
     ) -> tuple[Array, Array]:
         x, width = self._compute(x), x.shape[-1]
         y, rstd = self.empty_operand(x.shape), self.empty(x.shape[:-1])
+        gain = self._either(gain)
+        if bias is not None:
+            bias = self._solid(self.wide(bias) if bias.dtype != gain.dtype else bias)
+            gain = self._solid(self.wide(gain) if bias.dtype != gain.dtype else gain)
+        types = [self.dtype, self.operand_dtype, gain.dtype, mean is not None]
         self.launch.by_row(
-            "norm_fwd", [self.dtype, self.operand_dtype, mean is not None],
-            math.prod(x.shape[:-1]), width,
-            x, self._compute(gain), bias, y, mean, rstd, float(eps), kept=width,
+            "norm_fwd", types, math.prod(x.shape[:-1]), width,
+            x, gain, bias, y, mean, rstd, float(eps), kept=width,
         )  # fmt: skip
         return y, rstd
 
@@ -79,16 +81,18 @@ class CudaNormOps(CudaElementwiseOps):
     ) -> Array:
         """dx; adds to grads: those of the gain and, with a mean, of the bias."""
         dx, width = self.empty(x.shape), x.shape[-1]
-        rows = math.prod(x.shape[:-1])
-        blocks = min(SUM_BLOCKS, rows)
-        sums = self.empty((len(grads), blocks, width))
-        dbiases = None if mean is None else sums[1]
+        rows, count = math.prod(x.shape[:-1]), len(grads)
+        blocks = self.launch.blocks_for(rows, width)
+        sums = self.empty((count, blocks, width))
         onto = None if onto is None else self._compute(onto)
-        self.launch.by_row(
-            "norm_bwd", [self.dtype, mean is not None], blocks, width,
-            np.int64(rows), self._compute(dy), self._compute(x), mean, rstd,
-            self._compute(gain), onto, dx, sums[0], dbiases, kept=2 * width,
+        dy, gain = self._either(dy), self._either(gain)
+        keeps = (count + 2) * width * self.dtype.itemsize <= KEPT_SHARED
+        self.launch.by_rows(
+            "norm_bwd", [dy.dtype, self.dtype, gain.dtype, mean is not None],
+            blocks, rows, width,
+            dy, self._compute(x), mean, rstd, gain, onto, dx, sums[0],
+            None if mean is None else sums[1], int(keeps),
+            kept=(count + 2 * keeps) * width,
         )  # fmt: skip
-        for grad, parts in zip(grads, sums, strict=True):
-            self.add_to(grad, self._column_sum(parts))
+        self._add_sums(sums, grads)
         return dx

@@ -5,11 +5,13 @@ and kernels on a CPU.
 """
 
 from mpipar.ops.cuda.attention import CudaAttentionOps
+from mpipar.ops.cuda.embedding import CudaEmbeddingOps
 from mpipar.ops.cuda.loss import CudaLossOps
 from mpipar.ops.cuda.norms import CudaNormOps
 from mpipar.ops.cuda.optimizer import CudaOptimizerOps
 from mpipar.ops.cuda.positions import CudaPositionOps
 from mpipar.ops.cuda.products import CudaProductOps
+from mpipar.ops.cuda.rows import CudaRowOps
 
 
 class CudaOps(
@@ -17,16 +19,17 @@ class CudaOps(
     CudaNormOps,
     CudaPositionOps,
     CudaProductOps,
+    CudaEmbeddingOps,
     CudaLossOps,
     CudaOptimizerOps,
+    CudaRowOps,
 ):
     """Same signatures as the reference, same results up to rounding, and the same from
     run to run: no sum depends on the order in which blocks run.
 
     Dense products are those of cuBLASLt; which algorithm it takes may be timed, and so
-    differ from run to run (`products.Products`). Without kernels of their own are the
-    moves of rows to experts, rope_table, row_sum and erf: they are the reference's
-    array operations.
+    differ from run to run (`products.Products`). Without kernels of their own are
+    rope_table, row_sum and erf: they are the reference's array operations.
     """
 
     @property

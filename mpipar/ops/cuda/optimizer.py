@@ -1,6 +1,7 @@
 """Passes over flat buffers by CUDA kernels."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mpipar.ops.cuda.arrays import CudaArrayOps
@@ -18,10 +19,14 @@ class CudaOptimizerOps(CudaArrayOps):
         )
 
     def square_sum(self, x: Array) -> float:
-        sums = self.xp.zeros(SUM_BLOCKS)
-        self.launch.over_items(
-            "square_sums", [x.dtype], x.size, x, sums, blocks=SUM_BLOCKS
-        )
+        return self.square_sums([x])
+
+    def square_sums(self, arrays: Sequence[Array]) -> float:
+        sums = self.xp.zeros((len(arrays), SUM_BLOCKS))
+        for x, own in zip(arrays, sums, strict=True):
+            self.launch.over_items(
+                "square_sums", [x.dtype], x.size, x, own, blocks=SUM_BLOCKS
+            )
         return float(self.to_host(sums).sum())
 
     def adamw(
@@ -38,12 +43,13 @@ class CudaOptimizerOps(CudaArrayOps):
         decay: float,
         step: int,
         scale: float,
+        rounded: Array | None = None,
     ) -> None:
         numbers = (
             lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step),
             beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, 1.0 - lr * decay, scale,
         )  # fmt: skip
         self.launch.over_items(
-            "adamw", [self.dtype, grad.dtype], weight.size,
-            weight, grad, m, v, *(float(number) for number in numbers),
+            "adamw", [self.dtype, grad.dtype, self.operand_dtype], weight.size,
+            weight, grad, m, v, rounded, *(float(number) for number in numbers),
         )  # fmt: skip

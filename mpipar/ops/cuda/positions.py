@@ -17,32 +17,13 @@ class CudaPositionOps(CudaArrayOps):
         b, s, n, h = x.shape
         if h > 1 and x.strides[-1] != x.itemsize:
             raise ValueError("the items of a head to be rotated have gaps")
+        if x.dtype != self.operand_dtype and x.dtype != self.dtype:
+            raise TypeError(f"heads of {x.dtype} to be rotated")
         strides = (np.int64(step // x.itemsize) for step in x.strides[:3])
         self.launch.by_row(
-            "rope", [self.dtype], b * s, n * h // 2,
+            "rope", [x.dtype, self.dtype], b * s, n * h // 2,
             x, self._compute(cos), self._compute(sin), s, h // 2, *strides,
             -1.0 if inverse else 1.0,
-        )  # fmt: skip
-
-    def embedding_fwd(self, ids: Array, table: Array, *, first: int = 0) -> Array:
-        width = table.shape[1]
-        y = self.empty((*ids.shape, width))
-        self.launch.by_row(
-            "embedding_fwd", [table.dtype, self.dtype], ids.size, width,
-            self._index(ids), self._solid(table), y, np.int64(first),
-            np.int64(len(table)),
-        )  # fmt: skip
-        return y
-
-    def embedding_dw(
-        self, dy: Array, ids: Array, dtable: Array, *, first: int = 0
-    ) -> None:
-        flat, width = self._index(ids).reshape(-1), dtable.shape[1]
-        order = self._index(self.xp.argsort(flat, kind="stable"))
-        self.launch.by_row(
-            "embedding_bwd", [self.dtype, dtable.dtype], ids.size, width,
-            self._compute(dy), flat, order, dtable, np.int64(first),
-            np.int64(len(dtable)), np.int64(ids.size),
         )  # fmt: skip
 
     def add_positions(self, x: Array, table: Array, rows: Array) -> None:
@@ -56,7 +37,7 @@ class CudaPositionOps(CudaArrayOps):
         b, s, width = dy.shape
         self.launch.by_row(
             "positions_bwd", [self.dtype, dtable.dtype], s, width,
-            self._compute(dy), self._index(rows), dtable, b, s,
+            self._compute(dy), self._index(rows), dtable, b,
         )  # fmt: skip
 
     def dropout_scale(
@@ -81,3 +62,24 @@ class CudaPositionOps(CudaArrayOps):
             1.0 / (1.0 - rate),
         )  # fmt: skip
         return out
+
+    def dropout(
+        self,
+        x: Array,
+        rate: float,
+        rows: tuple[Array, Array, int],
+        key: tuple[int, int],
+        *,
+        onto: Array | None = None,
+    ) -> Array:
+        positions, samples, number = rows
+        x, y, (b, s, width) = self._compute(x), self.empty(x.shape), x.shape
+        onto = None if onto is None else self._compute(onto)
+        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        self.launch.by_row(
+            "dropout", [self.dtype], b * s, width,
+            x, onto, y, self._index(positions), self._index(samples), s,
+            *(np.int64(n) for n in (number & 0xFFFFFFFF, *key, limit)),
+            1.0 / (1.0 - rate),
+        )  # fmt: skip
+        return y

@@ -33,24 +33,42 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
     "elementwise": {
         "cast": ("C, S", "S, C"),
         "add_to": _EITHER,
-        "add_rows": ("C",),
-        "gelu_fwd": ("C, S, true", "C, S, false"),
-        "gelu_bwd": ("C, S",),
-        "swiglu_fwd": ("C, S",),
-        "swiglu_bwd": _EITHER,
+        "add_rows": _EITHER,
+        "gelu_fwd": (
+            "C, C, S, true", "C, C, S, false", "S, C, S, true", "S, C, S, false",
+        ),
+        "gelu_bwd": ("C, S", "S, S"),
+        "swiglu_fwd": ("C, C, S", "S, C, S"),
+        "swiglu_bwd": (
+            "C, C, C, C", "C, C, C, S", "C, S, C, S", "S, C, C, S", "S, S, C, S",
+        ),
         "column_sums": ("C, C", "S, C"),
+        "add_column_sums": _EITHER,
     },
     "norm": {
-        "norm_fwd": ("C, S, true", "C, S, false"),
-        "norm_bwd": ("C, true", "C, false"),
+        "norm_fwd": (
+            "C, S, C, true", "C, S, C, false", "C, S, S, true", "C, S, S, false",
+        ),
+        "norm_bwd": (
+            "C, C, C, true", "C, C, C, false", "C, C, S, true", "C, C, S, false",
+            "S, C, C, true", "S, C, C, false", "S, C, S, true", "S, C, S, false",
+        ),
     },
     "position": {
-        "rope": ("C",),
-        "embedding_fwd": ("C, C", "S, C"),
-        "embedding_bwd": _EITHER,
+        "rope": ("C, C", "S, C"),
         "add_positions": _EITHER,
         "positions_bwd": _EITHER,
         "dropout_factors": ("C",),
+        "dropout": ("C",),
+    },
+    "embedding": {
+        "embedding_fwd": ("C, C", "S, C"),
+        "count_rows": ("",),
+        "sum_counts": ("",),
+        "place_rows": ("",),
+        "sort_tokens": ("",),
+        "embedding_sums": _EITHER,
+        "embedding_joins": _EITHER,
     },
     "attention": {
         "attention_fwd": _EITHER,
@@ -62,9 +80,19 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
     "sums": {"sum_rows": ("C, C", "S, S", "S, C")},
     # Of one head width each, and of 16-bit types only
     "flash": {name: _WIDTHS for name in ("flash_fwd", "flash_bwd_q", "flash_bwd_kv")},
-    "loss": {"row_max": ("C",), "xent_fwd": ("C",), "xent_bwd": ("C, S",)},
-    "optimizer": {"square_sums": ("C", "S"), "adamw": _EITHER},
-}
+    "loss": {
+        "xent_fwd": ("C, C", "S, C"),
+        "xent_merge": ("C",),
+        "xent_bwd": ("C, C, S", "S, C, S"),
+        "loss_sum": ("C",),
+    },
+    "rows": {
+        "gather_rows": ("C", "S"),
+        "combine_rows": ("C, C", "S, C"),
+        "combine_bwd": ("C, C, C, S", "S, C, C, S", "C, S, C, S", "S, S, C, S"),
+    },
+    "optimizer": {"square_sums": ("C", "S"), "adamw": ("C, C, S", "C, S, S")},
+}  # fmt: skip
 PROGRAM_OF = {kernel: name for name, made in PROGRAMS.items() for kernel in made}
 
 # (source, names of kernels) -> a module like cupy.RawModule, whose get_function(name)
@@ -84,10 +112,10 @@ def source(program: str) -> str:
 
 def kernel_name(kernel: str, *arguments: np.dtype | bool | int) -> str:
     """A kernel with its template arguments, as C++ writes it."""
-    words = (
+    words = [
         TYPES[x.name] if isinstance(x, np.dtype) else str(x).lower() for x in arguments
-    )
-    return f"{kernel}<{', '.join(words)}>"
+    ]
+    return f"{kernel}<{', '.join(words)}>" if words else kernel
 
 
 def kernel_names(
@@ -97,10 +125,12 @@ def kernel_names(
     types = {"C": TYPES[dtype.name], "S": TYPES[operand.name]}
     if is_half(operand):
         types["H"] = types["S"]
-    names = [
-        f"{kernel}<{', '.join(types.get(word, word) for word in words)}>"
-        for kernel, made in PROGRAMS[program].items()
-        for words in (text.split(", ") for text in made)
-        if ("H" in types or "H" not in words) and (width is None or str(width) in words)
-    ]
+    names = []
+    for kernel, made in PROGRAMS[program].items():
+        for words in (text.split(", ") for text in made):
+            own = ", ".join(types.get(word, word) for word in words)
+            if "H" in words and "H" not in types:
+                continue
+            if width is None or str(width) in words:
+                names.append(f"{kernel}<{own}>" if own else kernel)
     return tuple(dict.fromkeys(names))

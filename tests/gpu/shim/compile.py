@@ -83,7 +83,10 @@ class Zones:
             else:
                 joined.append([low, high])
         for low, high in joined:
-            copy = np.full(high - low + 2 * ZONE, FILL, np.uint8)
+            # The copy is aligned as the array is
+            copy = np.full(high - low + 2 * ZONE + 64, FILL, np.uint8)
+            shift = (low - copy.ctypes.data) % 64
+            copy = copy[shift : shift + high - low + 2 * ZONE]
             ctypes.memmove(copy.ctypes.data + ZONE, low, high - low)
             self.copies.append((low, high, copy))
 

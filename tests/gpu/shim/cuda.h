@@ -12,6 +12,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::shared.data())
+#define VECTOR_AT(vector, at) (*shim::checked<vector>(at))
 
 namespace shim {
 
@@ -182,6 +184,14 @@ void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<std::decay_t<A>*>(arguments[I])...);
 }
 
+// A place that one access may move; on a GPU an address between such places is an error.
+template <class P, class T> P* checked(T* at) {
+    static std::remove_const_t<P> nowhere;
+    if (reinterpret_cast<size_t>(at) % sizeof(P) == 0) return reinterpret_cast<P*>(at);
+    error = "an access of several items that is not aligned";
+    return &nowhere;
+}
+
 // Runs all blocks; returns what went wrong, else null.
 template <class... A>
 const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t bytes,
@@ -222,6 +232,8 @@ const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t bytes,
 #define blockDim (shim::block)
 #define blockIdx (shim::block_at)
 #define threadIdx (shim::thread_at)
+
+using std::min;
 
 inline void __syncthreads() { shim::meet(shim::barrier); }
 inline void __syncwarp(unsigned = ~0u) {
