@@ -173,6 +173,8 @@ CALLS = [
     Call("square_sum", lambda d: {"x": d(d.b * d.s * d.width)}),
     Call("adamw", adam, ("weight", "m", "v")),
     Call("adamw", lambda d: adam(d, decay=0.0), ("weight", "m", "v"), "adamw no decay"),
+    Call("adamw", lambda d: adam(d, rounded=d(d.b * d.s * d.width)),
+         ("weight", "m", "v", "rounded"), "adamw, rounded too"),
 ]  # fmt: skip
 
 

@@ -354,7 +354,7 @@ class Engine:
         updated = self.optimizer.update(lr, norm, scale)
         if updated:
             self.optimizer.move(bias_moves(loads, self.recipe.experts.bias_rate))
-            state.updated()
+            state.spread()
         self.loss_scale.note(good=updated)
         bubble = waited / seconds if seconds else 0.0
         loss = float(loss / max(valid, 1))

@@ -76,7 +76,7 @@ class AdamW:
             return False
         self.count += 1
         h = self.hyper
-        for decays, arrays in self._runs():
+        for decays, arrays, rounded in self._runs():
             self.ops.adamw(
                 *arrays,
                 lr=lr,
@@ -86,6 +86,7 @@ class AdamW:
                 decay=h.weight_decay if decays else 0.0,
                 step=self.count,
                 scale=self.clip_factor(norm) / loss_scale,
+                rounded=rounded,
             )
         return True
 
@@ -98,11 +99,16 @@ class AdamW:
                     own = slice(begin - piece.begin, end - piece.begin)
                     move = moves[p.name].reshape(-1)[begin - lo : end - lo]
                     piece.data[own] += self.ops.asarray(move.astype(self.ops.dtype))
+                    if piece.rounded is not None:
+                        self.ops.store(piece.data[own], piece.rounded[own])
 
-    def _runs(self) -> Iterator[tuple[bool, list[Array]]]:
-        """Values, gradients and moments of neighbours that all decay, or all do not."""
+    def _runs(self) -> Iterator[tuple[bool, list[Array], Array]]:
+        """Values, gradients and moments of neighbours that all decay, or all do not,
+        and the 16-bit values, if there are any."""
         for piece, m, v in zip(self.pieces, *self.moments(), strict=True):
             runs = piece.unit.runs(lambda p: p.decays, piece.begin, piece.end)
             for decays, lo, hi in runs:
                 own = slice(lo - piece.begin, hi - piece.begin)
-                yield decays, [piece.data[own], piece.grad[own], m[own], v[own]]
+                rounded = None if piece.rounded is None else piece.rounded[own]
+                arrays = [piece.data[own], piece.grad[own], m[own], v[own]]
+                yield decays, arrays, rounded

@@ -83,6 +83,8 @@ class Piece:
     begin, end   in the unit
     data, grad   (end − begin,) values in the compute type, summed gradients
     part, parts  how many ranks update the same stretch, and which of them this one is
+    rounded      16-bit values that are those of `data`, rounded; None where there are
+                 none
     """
 
     unit: Unit
@@ -92,6 +94,7 @@ class Piece:
     grad: Array
     part: int = 0
     parts: int = 1
+    rounded: Array = None
 
     @property
     def share(self) -> tuple[int, int]:

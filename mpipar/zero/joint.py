@@ -50,9 +50,14 @@ class JointState(UnitHooks):
             part.initialize(seed)
 
     def updated(self) -> None:
-        """The optimizer has updated the masters: spreads their values."""
+        """The masters are others: rounds and spreads their values."""
         for part in self.parts:
             part.updated()
+
+    def spread(self) -> None:
+        """The optimizer has updated masters and own values: spreads these."""
+        for part in self.parts:
+            part.spread()
 
     def pieces(self) -> list[Piece]:
         """What this rank updates of each unit."""

@@ -123,8 +123,12 @@ class TrainingState(UnitHooks):
                     p.initialize(self.flat.ops, seed)
 
     def updated(self) -> None:
-        """The optimizer has updated the masters: spreads their values."""
+        """The masters are others: rounds and spreads their values."""
         self.masters.round()
+        self.spread()
+
+    def spread(self) -> None:
+        """The optimizer has updated masters and own values: spreads these."""
         self.values.changed()
 
     def pieces(self) -> list[Piece]:
@@ -134,7 +138,9 @@ class TrainingState(UnitHooks):
             data, grad = self.masters.own(index), self.gradients.own(index)
             begin = self.shard.rank * len(data) if self.shard else 0
             copies = self.replicas.rank, self.replicas.size
-            found.append(Piece(unit, begin, begin + len(data), data, grad, *copies))
+            rounded = self.values.own(index) if self.flat.ops.is_mixed else None
+            end = begin + len(data)
+            found.append(Piece(unit, begin, end, data, grad, *copies, rounded))
         return found
 
     @property

@@ -29,7 +29,7 @@ KERNELS = [c for c in OURS if c.op == "linear_db" or not c.op.startswith("linear
 KERNELS = [call for call in KERNELS if call.op != "xent_dx"]
 # What may hold 16-bit numbers
 HALVES = {"b", "gain", "bias", "table", "grad", "slope", "dgain", "dbias", "dtable",
-          "dgate", "dup", "db"}  # fmt: skip
+          "dgate", "dup", "db", "rounded"}  # fmt: skip
 ALSO = {
     "linear_fwd": {"x", "w"},
     "linear_dx": {"dy", "w"},
