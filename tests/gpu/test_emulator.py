@@ -81,6 +81,7 @@ except cupy.cuda.memory.OutOfMemoryError as error:
 
 TRAIN = """
 import numpy as np
+from cupy.cuda import streams
 from mpipar.engine import Engine
 from mpipar.grid import serial_grid
 from mpipar.ops import Ops, make_ops
@@ -92,7 +93,13 @@ def train(ops):
     engine = Engine(recipe, serial_grid(), ops)
     scatter(engine)
     batch = make_batch(engine.recipe, 0)
-    steps = [engine.step([batch], count_valid(batch)) for _ in range(3)]
+    steps = []
+    for _ in range(3):
+        before = dict(streams.counts)
+        steps.append(engine.step([batch], count_valid(batch)))
+        # The square norm and the loss, both when nothing is left to be done
+        waits = streams.counts["waits"] - before["waits"]
+        assert waits == (0 if ops.on_host else 2), waits
     return np.array([[step.loss, step.grad_norm] for step in steps])
 
 for family in ("gpt", "llama"):

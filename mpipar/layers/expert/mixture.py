@@ -195,10 +195,14 @@ class Mixture(Branch):
         return [slice(lo, hi) for lo, hi in zip(bounds, bounds[1:], strict=False)]
 
     def _positions(self, step: Step) -> np.ndarray:
-        positions = step.positions
-        if isinstance(self.tokens, OwnTokens):
-            positions = self.tokens.positions(positions)
-        return self.ops.to_host(positions)
+        """Those of the own tokens on the host, which waits for them once a step."""
+        key = "positions", type(self.tokens)
+        if key not in step.kept:
+            positions = step.positions
+            if isinstance(self.tokens, OwnTokens):
+                positions = self.tokens.positions(positions)
+            step.kept[key] = self.ops.to_host(positions)
+        return step.kept[key]
 
     def _plan(self, routed: RouterSaved, part: slice) -> Plan:
         kept = None if routed.kept is None else routed.kept[part]
