@@ -37,8 +37,9 @@ ATTENTION_ROWS = 8
 # Rows of a block of attention by tensor cores, and of the tiles that it goes through
 # forward and backward; as in flash.cu
 FLASH_ROWS, FLASH_TILE, FLASH_SHORT = 64, 64, 32
-# Bytes of shared memory that a kernel has without asking
-FREE_SHARED = 48 << 10
+# Bytes of shared memory that a kernel has without asking: 48 KiB, less what it may have
+# of a fixed size beside
+FREE_SHARED = 32 << 10
 # and what a kernel asks for at most that could also do with less
 KEPT_SHARED = 96 << 10
 
@@ -117,8 +118,8 @@ class Launcher:
         self._launch(kernel, types, (blocks,), block, arguments, shared)
 
     def blocks_for(self, rows: int, width: int) -> int:
-        """Blocks of `by_rows`: all that a large device runs at a time."""
-        return min(rows, ALL_THREADS // self.threads(width, ROW_THREADS))
+        """Blocks of `by_rows`: all that a large device runs at a time, of some rows."""
+        return min(-(-rows // 4), ALL_THREADS // self.threads(width, ROW_THREADS))
 
     def in_blocks(
         self, kernel: str, types: list, grid: tuple, block: int, *arguments: Any
