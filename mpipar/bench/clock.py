@@ -21,6 +21,7 @@ PREFIXES = (
     ("swiglu_", "activation"),
     ("xent_", "loss"),
     ("row_max", "loss"),
+    ("loss_sum", "loss"),
     ("embedding_", "embedding"),
     ("gather_rows", "rows to experts"),
     ("combine_rows", "rows to experts"),

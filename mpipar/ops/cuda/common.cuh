@@ -64,18 +64,39 @@ template <class T, int n> struct alignas(sizeof(T) * n) Vector {
     __device__ T& operator[](int i) { return item[i]; }
     __device__ const T& operator[](int i) const { return item[i]; }
 };
+// What one access moves
+template <int bytes> struct Word { struct type { uint4 half[2]; }; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<4> { typedef uint32 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
 // Tests put a check of the address in its place.
-#ifndef VECTOR_AT
-#define VECTOR_AT(vector, at) (*reinterpret_cast<vector*>(at))
+#ifndef WORD_AT
+#define WORD_AT(word, at) (*reinterpret_cast<word*>(at))
 #endif
 
 template <class T, int n> __device__ Vector<T, n> load(const T* at, Count<n>) {
-    typedef const Vector<T, n> From;
-    return VECTOR_AT(From, at);
+    typedef const typename Word<sizeof(T) * n>::type From;
+    const From word = WORD_AT(From, at);
+    Vector<T, n> x;
+    memcpy(&x, &word, sizeof(x));
+    return x;
 }
+// To shared memory.
+template <class T, int n> __device__ void keep(T* at, const Vector<T, n>& x) {
+    typename Word<sizeof(T) * n>::type word;
+    memcpy(&word, &x, sizeof(x));
+    WORD_AT(decltype(word), at) = word;
+}
+
+// To global memory. The compiler would take an assignment apart inside of loops.
 template <class T, int n> __device__ void save(T* at, const Vector<T, n>& x) {
-    typedef Vector<T, n> To;
-    VECTOR_AT(To, at) = x;
+    const int bytes = sizeof(T) * n;
+    typedef typename Word<(bytes < 16 ? bytes : 16)>::type Part;
+    Part parts[(bytes + 15) / 16];
+    memcpy(parts, &x, bytes);
+    for (int i = 0; i < (bytes + 15) / 16; ++i)
+        __stwb(&WORD_AT(Part, reinterpret_cast<Part*>(at) + i), parts[i]);
 }
 
 // How many items before an address an n-fold access could begin; −1 where that is not

@@ -18,7 +18,7 @@ __global__ void norm_fwd(int width, int64 rows, const C* x, const W* gain,
     for_row<lanes>(width, phase, [&](int i, auto n) {
         const auto items = load(x + i, n);
         for (int k = 0; k < n; ++k) sum += items[k];
-        save(row + i, items);
+        keep(row + i, items);
     });
     if (centred) mu = row_reduce<Add>(sum) / width;
     sum = 0;
@@ -89,15 +89,15 @@ __global__ void __launch_bounds__(512) norm_bwd(int width, int64 rows, const D* 
                 sums[1] += scaled[k] * own[k];
                 to_gain[k] += d * own[k];
             }
-            save(dgain + i, to_gain);
+            keep(dgain + i, to_gain);
             if (centred) {
                 auto to_bias = load(dbias + i, n);
                 for (int k = 0; k < n; ++k) to_bias[k] += wide(given[k]);
-                save(dbias + i, to_bias);
+                keep(dbias + i, to_bias);
             }
             if (keeps) {
-                save(kept + i, scaled);
-                save(hats + i, own);
+                keep(kept + i, scaled);
+                keep(hats + i, own);
             }
         });
         row_reduce<Add>(sums);

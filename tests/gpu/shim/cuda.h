@@ -22,7 +22,10 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::shared.data())
-#define VECTOR_AT(vector, at) (*shim::checked<vector>(at))
+#define WORD_AT(word, at) (*shim::checked<word>(at))
+
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 namespace shim {
 
@@ -234,6 +237,7 @@ const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t bytes,
 #define threadIdx (shim::thread_at)
 
 using std::min;
+template <class T> void __stwb(T* at, T value) { *at = value; }
 
 inline void __syncthreads() { shim::meet(shim::barrier); }
 inline void __syncwarp(unsigned = ~0u) {
