@@ -40,8 +40,9 @@ def swiglu_grads(draw):
 
 
 def higher(own):
-    """Peaks over all ranks' columns."""
-    return own + 1
+    """Peaks over all ranks' columns, in the same array."""
+    own += 1
+    return own
 
 
 def loss_rows(draw):

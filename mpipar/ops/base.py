@@ -270,7 +270,8 @@ class Ops(AttentionOps, DeviceOps, NormOps, ProductOps, RandomOps, RowOps):
 
         Makes of logits what `xent_dx` takes: here e = exp(logits − peak).
 
-        join     gives of the largest logits here (T,) those of all ranks' columns
+        join     gives of the largest logits here (T,) those of all ranks' columns; it
+                 may write over them
         Shapes   logits (T, v), local (T,) target column or any value outside [0, v)
                  →  peak (T,), Σe (T,), logit[target] − peak (T,), 0 where not held here
         """

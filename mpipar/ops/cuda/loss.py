@@ -27,7 +27,8 @@ class CudaLossOps(CudaArrayOps):
             "xent_fwd", [logits.dtype, self.dtype], rows, width,
             logits, local, own, total, target,
         )  # fmt: skip
-        peak = self._compute(join(own))
+        # It may write over what it is given.
+        peak = self._compute(join(own.copy()))
         self.launch.over_items(
             "xent_merge", [self.dtype], rows, width, own, peak, local, total, target
         )
