@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a wide sweep the full tier has every second case, by its name."""
+    """Of a wide sweep the full tier has every third case, by its name."""
     sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full"):
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in sweeps.values():
         if len(cases) > MANY:
             for item in cases:
-                if crc32(item.nodeid.encode()) % 2:
+                if crc32(item.nodeid.encode()) % 3:
                     item.add_marker("exhaustive")
 
 
