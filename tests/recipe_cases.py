@@ -105,7 +105,7 @@ def recipes(draw) -> Recipe:
     tables["parallel"] |= {"pipeline": stages, "schedule": schedule, "chunks": chunks}
     tables["parallel"] |= {"partition": draw(st.sampled_from(words))}
     # It goes with hardly anything of the above.
-    train["graph"] = False
+    train |= {"graph": False, "attention": "auto"}
     train["micro_batch"] = draw(st.integers(1, 5))
     most = max(1, NEEDS[schedule].per_stage * stages) + draw(st.integers(0, 5))
     train["global_batch"] = data * train["micro_batch"] * most

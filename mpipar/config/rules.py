@@ -6,7 +6,7 @@ from math import gcd, prod
 from mpipar.config import (  # noqa: F401
     context_rules,
     expert_rules,
-    graph_rules,
+    gpu_rules,
     pipeline_rules,
 )
 from mpipar.config.nearest import advice, around, divisors, either, neighbours
@@ -285,14 +285,6 @@ def _batch_cut_by_micro(v: Values, batch: int, data: int, micro: int) -> str | N
         "train.micro_batch": fitting,
     }
     return rule + advice(options)
-
-
-@_rule("train.device", "parallel.transport")
-def _transport_of_devices(v: Values, device: str, transport: str) -> str | None:
-    if device != "cpu" or transport == "auto":
-        return None
-    rule = f"{v.say('parallel.transport')} is for GPUs, not {v.say('train.device')}"
-    return rule + advice({"parallel.transport": ["auto"]})
 
 
 def _fit_kv(tensor: int, kv_heads: int) -> bool:

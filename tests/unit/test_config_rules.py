@@ -378,6 +378,19 @@ def test_a_partition_may_be_a_list():
         assert recipe.parallel.partition == "1,3"
 
 
+def test_cudnn_has_its_conditions():
+    words = ["train.attention=cudnn", "model.dropout=0.1"]
+    assert broken(1, *words, "train.precision=fp32") == [
+        'train.attention = "cudnn" works in 16 bits, not train.precision = "fp32"; try '
+        'train.precision = "bf16" or "fp16", or train.attention = "auto" or "flash"',
+        'train.attention = "cudnn" drops nothing: model.dropout = 0.1; try '
+        'model.dropout = 0.0, or train.attention = "auto" or "flash"',
+    ]
+    assert broken(1, "train.attention=flash", "train.device=cpu") == [
+        'train.attention = "flash" is for GPUs, not train.device = "cpu"; try "auto"'
+    ]
+
+
 def test_a_transport_is_for_gpus():
     words = "parallel.transport=nccl", "train.device=cpu"
     assert broken(2, *words) == [

@@ -1,9 +1,44 @@
-"""What train.graph needs: passes in which the host has no part."""
+"""What fields for GPUs need."""
 
 from mpipar.config.nearest import advice
 from mpipar.config.register import rule
 from mpipar.config.values import Values
 
+
+def _only_on_gpus(key: str) -> None:
+    @rule("train.device", key)
+    def of_devices(v: Values, device: str, value: str) -> str | None:
+        if device != "cpu" or value == "auto":
+            return None
+        text = f"{v.say(key)} is for GPUs, not {v.say('train.device')}"
+        return text + advice({key: ["auto"]})
+
+
+_only_on_gpus("parallel.transport")
+_only_on_gpus("train.attention")
+
+
+@rule("train.attention", "train.precision")
+def _cudnn_in_16_bits(v: Values, attention: str, precision: str) -> str | None:
+    if attention != "cudnn" or precision in ("bf16", "fp16"):
+        return None
+    text = (
+        f"{v.say('train.attention')} works in 16 bits, not {v.say('train.precision')}"
+    )
+    legal = {"train.precision": ["bf16", "fp16"], "train.attention": ["auto", "flash"]}
+    return text + advice(legal)
+
+
+@rule("train.attention", "model.dropout")
+def _cudnn_drops_nothing(v: Values, attention: str, dropout: float) -> str | None:
+    if attention != "cudnn" or dropout == 0:
+        return None
+    text = f"{v.say('train.attention')} drops nothing: {v.say('model.dropout')}"
+    legal = {"model.dropout": [0.0], "train.attention": ["auto", "flash"]}
+    return text + advice(legal)
+
+
+# train.graph: passes in which the host has no part.
 # The only value that is legal beside it, and what another one would need
 _ALONE = {
     "parallel.pipeline": (1, "messages between stages"),
