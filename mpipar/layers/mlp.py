@@ -68,7 +68,7 @@ class _Mlp(Branch):
         bias: bool,
     ) -> None:
         self.ops = ops
-        shared = {"ops": ops, "stream": stream, "bias": bias}
+        shared = {"ops": ops, "stream": stream, "bias": bias, "narrow": True}
         outputs = [even_output(f"{name}.{part}", ffn, stream.tp) for part in parts]
         self.inputs = ColumnLinear.build(outputs, width, std=std, **shared)
         self.outputs = RowLinear(f"{name}.down", ffn, width, std=out_std, **shared)

@@ -17,6 +17,7 @@ class ProductOps:
     wide: Callable[[Array], Array]
     operand: Callable[[Array], Array]
     add_to: Callable[[Array, Array], None]
+    narrow_results: bool
     gelu_fwd: Callable[..., tuple[Array, Array]]
     gelu_dx: Callable[[Array, Array], Array]
 
@@ -67,11 +68,13 @@ class ProductOps:
         Shapes   x (..., d), W (f, d), b (f,)  →  (..., f) each
         tanh     as in `gelu_fwd`
         """
-        return self.gelu_fwd(self.linear_fwd(x, w, b), tanh=tanh)
+        u = self.linear_fwd(x, w, b, narrow=self.narrow_results)
+        return self.gelu_fwd(u, tanh=tanh)
 
     def linear_gelu_dx(self, dy: Array, w: Array, kept: Array, *, tanh: bool) -> Array:
         """du = (dy W) · GELU′(u), an operand; W is of the product that reads GELU(u).
 
         Shapes   dy (..., d), W (d, f), kept of `linear_gelu_fwd`  →  (..., f)
         """
-        return self.gelu_dx(self.linear_dx(dy, w), kept)
+        dy = self.linear_dx(dy, w, narrow=self.narrow_results)
+        return self.gelu_dx(dy, kept)

@@ -11,6 +11,11 @@ from mpipar.ops.cuda.programs import Compile
 
 Array = Any
 
+# Rows of 16-bit numbers that are no multiple of so many items are slow to read and to
+# write. Where they are long, as those of an odd vocabulary, what is too much of them is
+# a small product of its own, and rows that are made lie at multiples.
+COLUMNS, LONG = 8, 1024
+
 
 class CudaArrayOps(Ops):
     """What the kernels' ops stand on: their launcher, and arrays as kernels take them.
@@ -88,6 +93,14 @@ class CudaArrayOps(Ops):
         if x.dtype not in (types or (self.dtype,)):
             raise TypeError(f"an array of {x.dtype} to be written in place")
         return x
+
+    def _spaced_operand(self, shape: tuple[int, ...]) -> Array:
+        """An uninitialised operand, its rows where every algorithm can write them."""
+        *rows, width = shape
+        if width < LONG or width % COLUMNS == 0:
+            return self.empty_operand(shape)
+        padded = self.empty_operand((*rows, -(-width // COLUMNS) * COLUMNS))
+        return padded[..., :width]
 
     def _index(self, x: Array) -> Array:
         """Indices as kernels take them, on this device."""

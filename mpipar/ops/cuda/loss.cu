@@ -1,16 +1,16 @@
-// Cross-entropy over the columns that one rank holds. Logits (T, width) lie in rows of
-// `width` items of type L, the compute type or that of operands. A target outside of
-// [0, width) is not here.
+// Cross-entropy over the columns that one rank holds. Logits (T, width) lie in rows that
+// begin every `step` items, of type L, the compute type or that of operands. A target
+// outside of [0, width) is not here.
 
 // peak = largest logit, total = Σ exp(logit − peak), picked = logit[target], else 0.
 // Reads logits once: a sum is scaled down where a larger peak is found.
 template <class L, class C>
-__global__ void xent_fwd(int width, int64 rows, const L* logits, const int64* local,
-                         C* peak, C* total, C* picked) {
+__global__ void xent_fwd(int width, int64 rows, const L* logits, int64 step,
+                         const int64* local, C* peak, C* total, C* picked) {
     const int lanes = ITEMS<C>;
     const int64 number = own_row();
     if (number >= rows) return;
-    const L* row = logits + number * width;
+    const L* row = logits + number * step;
     C top = C(-3e38), sum = 0;
     for_row<lanes>(width, phase_of<lanes>(row), [&](int i, auto n) {
         const auto items = load(row + i, n);
@@ -41,15 +41,15 @@ __global__ void xent_merge(int64 size, int width, const C* own, const C* peak,
 
 // dlogits = seed·(exp(logit − peak)/total − onehot); dlogits may be the logits.
 template <class L, class C, class S>
-__global__ void xent_bwd(int width, int64 rows, const L* logits, const C* peak,
-                         const C* total, const int64* local, const C* seed,
-                         S* dlogits) {
+__global__ void xent_bwd(int width, int64 rows, const L* logits, int64 step,
+                         const C* peak, const C* total, const int64* local,
+                         const C* seed, S* dlogits, int64 made_step) {
     const int lanes = ITEMS<C>;
     const int64 number = own_row();
     if (number >= rows) return;
     const int64 target = local[number];
-    const L* row = logits + number * width;
-    S* made = dlogits + number * width;
+    const L* row = logits + number * step;
+    S* made = dlogits + number * made_step;
     const C own = seed[number], factor = own / total[number], top = peak[number];
     for_row<lanes>(width, phase_of<lanes>(row, made), [&](int i, auto n) {
         const auto items = load(row + i, n);

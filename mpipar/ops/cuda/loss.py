@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda.arrays import CudaArrayOps
+from mpipar.ops.cuda.arrays import CudaArrayOps, spaced
 
 Array = Any
 
@@ -20,12 +20,12 @@ class CudaLossOps(CudaArrayOps):
     def xent_fwd(
         self, logits: Array, local: Array, join: Callable[[Array], Array]
     ) -> tuple[Array, Array, Array]:
-        logits, local = self._either(logits), self._index(local)
+        step, local = self._step(logits), self._index(local)
         rows, width = logits.shape
         own, total, target = (self.empty((rows,)) for _ in range(3))
         self.launch.by_row(
             "xent_fwd", [logits.dtype, self.dtype], rows, width,
-            logits, local, own, total, target,
+            logits, step, local, own, total, target,
         )  # fmt: skip
         # It may write over what it is given.
         peak = self._compute(join(own.copy()))
@@ -37,14 +37,25 @@ class CudaLossOps(CudaArrayOps):
     def xent_dx(
         self, e: Array, peak: Array, total: Array, local: Array, seed: Array
     ) -> Array:
-        logits = self._in_place(e, self.dtype, self.operand_dtype)
-        dlogits, (rows, width) = self._over(logits), logits.shape
+        logits, step, (rows, width) = e, self._step(e), e.shape
+        dlogits = logits
+        if logits.dtype != self.operand_dtype:
+            dlogits = self._spaced_operand(logits.shape)
         self.launch.by_row(
             "xent_bwd", [logits.dtype, self.dtype, self.operand_dtype], rows, width,
-            logits, self._compute(peak), self._compute(total), self._index(local),
-            self._compute(seed), dlogits,
+            logits, step, self._compute(peak), self._compute(total),
+            self._index(local), self._compute(seed), dlogits, self._step(dlogits),
         )  # fmt: skip
         return dlogits
+
+    def _step(self, logits: Array) -> np.int64:
+        """Items from one row of logits to the next.
+
+        Raises ValueError where rows are uneven, TypeError for a third type.
+        """
+        if logits.dtype not in (self.dtype, self.operand_dtype):
+            raise TypeError(f"logits of {logits.dtype} where kernels take {self.dtype}")
+        return spaced(logits)[1]
 
     def loss_sum(self, total: Array, target: Array, labels: Array) -> Array:
         sum = self.xp.zeros((), np.float64)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.errors import DeviceError
-from mpipar.ops.cuda.arrays import CudaArrayOps, spaced
+from mpipar.ops.cuda.arrays import COLUMNS, LONG, CudaArrayOps, spaced
 from mpipar.ops.cuda.cublaslt import Epilogue, Library, Plan, Product
 from mpipar.ops.cuda.device import CupyDevice, HostDevice
 from mpipar.ops.half import is_half
@@ -133,31 +133,58 @@ class CudaProductOps(CudaArrayOps):
         x, w = self._factors(x, w)
         shape = *x.shape[:-1], w.shape[0]
         if narrow and self.is_mixed:
-            y = self.empty_operand(shape)
-            if onto is None and self._multiply(x, w, y, turned_b=True, bias=b):
+            y = self._spaced_operand(shape)
+            if onto is None and self._forward(x, w, y, b):
                 return y
             return self.operand(self.linear_fwd(x, w, b, onto))
         y = self.empty(shape)
-        if self._multiply(x, w, y, turned_b=True, bias=b, onto=onto):
+        if self._forward(x, w, y, b, onto):
             return y
-        self._multiply(x, w, y, turned_b=True)
+        self._forward(x, w, y)
         return self.add_residual(y, b, onto)
+
+    def _forward(
+        self,
+        x: Array,
+        w: Array,
+        y: Array,
+        b: Array | None = None,
+        onto: Array | None = None,
+    ) -> bool:
+        """y = x Wᵀ + b + onto; False where cuBLASLt does not do all of it at once."""
+        return all(
+            self._multiply(
+                x,
+                _rows(w, part),
+                _columns(y, part),
+                turned_b=True,
+                bias=_rows(b, part),
+                onto=_columns(onto, part),
+            )
+            for part in _parts(len(w), x.dtype)
+        )
 
     def linear_dx(self, dy: Array, w: Array, *, narrow: bool = False) -> Array:
         dy, w = self._factors(dy, w)
-        dx = (self.empty_operand if narrow else self.empty)(
-            (*dy.shape[:-1], w.shape[1])
-        )
-        if self._multiply(dy, w, dx):
-            return dx
-        return self.operand(self.linear_dx(dy, w))
+        make = self.empty_operand if narrow else self.empty
+        dx, onto = make((*dy.shape[:-1], w.shape[1])), None
+        for part in _parts(len(w), w.dtype):
+            factors = _columns(dy, part), _rows(w, part)
+            if not self._multiply(*factors, dx, onto=onto):
+                return self.operand(self.linear_dx(dy, w))
+            onto = dx
+        return dx
 
     def linear_dw(self, dy: Array, x: Array, dw: Array) -> None:
         dy, x = self._factors(dy, x)
-        if not self._multiply(dy, x, dw, turned_a=True, onto=dw):
-            sums = self.empty(dw.shape)
-            self._multiply(dy, x, sums, turned_a=True)
+        if not _has(x.dtype, dw.dtype, Epilogue.NONE):
+            sums = self.xp.zeros(dw.shape, self.dtype)
+            self.linear_dw(dy, x, sums)
             self.add_to(dw, sums)
+            return
+        for part in _parts(len(dw), x.dtype):
+            own = _rows(dw, part)
+            self._multiply(_columns(dy, part), x, own, turned_a=True, onto=own)
 
     def linear_gelu_fwd(
         self, x: Array, w: Array, b: Array | None, *, tanh: bool
@@ -169,7 +196,7 @@ class CudaProductOps(CudaArrayOps):
         if self._multiply(x, w, y, turned_b=True, bias=b, aux=u):
             return y, u
         u = self.linear_fwd(x, w, b, narrow=True)
-        return self.gelu_fwd(self.wide(u), tanh=tanh)[0], u
+        return self.gelu_fwd(u, tanh=tanh)[0], u
 
     def linear_gelu_dx(self, dy: Array, w: Array, kept: Array, *, tanh: bool) -> Array:
         if not self._keeps_inputs(w.shape[1], tanh):
@@ -178,8 +205,8 @@ class CudaProductOps(CudaArrayOps):
         du = self.empty_operand(kept.shape)
         if self._multiply(dy, w, du, aux=kept):
             return du
-        _, slope = self.gelu_fwd(self.wide(kept), tanh=tanh)
-        return self.gelu_dx(self.linear_dx(dy, w), slope)
+        _, slope = self.gelu_fwd(kept, tanh=tanh)
+        return self.gelu_dx(self.linear_dx(dy, w, narrow=True), slope)
 
     def _keeps_inputs(self, width: int, tanh: bool) -> bool:
         """True where GELU is a part of products."""
@@ -265,6 +292,20 @@ def _is_steady(product: Product) -> bool:
     tokens = product.depth if product.turned_a else product.rows
     is_large = tokens >= TUNED_TOKENS and tokens % TOKENS == 0
     return is_large and is_half(np.dtype(product.factors))
+
+
+def _parts(rows: int, dtype: np.dtype) -> list[slice | None]:
+    """The rows of a weight by which a product is split, see COLUMNS; None = all."""
+    rest = rows % COLUMNS if is_half(dtype) and rows >= LONG else 0
+    return [slice(0, rows - rest), slice(rows - rest, rows)] if rest else [None]
+
+
+def _rows(x: Array | None, part: slice | None) -> Array | None:
+    return x if x is None or part is None else x[part]
+
+
+def _columns(x: Array | None, part: slice | None) -> Array | None:
+    return x if x is None or part is None else x[..., part]
 
 
 def _epilogue(forward: bool, bias: Array | None, aux: Array | None) -> Epilogue:
