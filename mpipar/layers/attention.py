@@ -106,8 +106,7 @@ class CausalSelfAttention(Branch):
         tp = stream.tp
         self.first_head, last = cut(heads, tp.size, tp.rank)
         self.heads = last - self.first_head
-        # Kernels rotate numbers of the compute type.
-        shared = {"ops": ops, "stream": stream, "bias": bias, "narrow": rope is None}
+        shared = {"ops": ops, "stream": stream, "bias": bias, "narrow": True}
         outputs = [
             even_output(f"{name}.q", width, tp),
             key_value_output(f"{name}.k", kv_heads, self.head_width, tp),
@@ -129,9 +128,6 @@ class CausalSelfAttention(Branch):
         if self.rope is not None:
             self.rope.rotate(q, step.positions)
             self.rope.rotate(k, step.positions)
-            if self.ops.narrow_results:
-                qkv = self.ops.operand(qkv)
-                q, k, v = self._heads(qkv)
         if step.cache is not None:
             k, v = step.cache.extend(self.name, k, v)
         shared = step, self._sizes, self._dropout(step)
@@ -163,8 +159,7 @@ class CausalSelfAttention(Branch):
             grads,
         )
         if self.rope is not None:
-            dqkv = self.ops.wide(dqkv)
-            for grad in self._heads(dqkv)[:2]:
+            for grad in grads[:2]:
                 self.rope.rotate(grad, step.positions, inverse=True)
         dx, inputs = self.inputs.backward_input(dqkv, saved.inputs)
         return dx, AttentionLeft(inputs, outputs)

@@ -27,8 +27,17 @@ class Head(Chain):
         self, norm: Layer, weight: Parameter, *, ops: Ops, stream: Stream
     ) -> None:
         self.norm, self.tp, self.is_cut = norm, stream.tp, stream.is_cut
-        self.projection = ColumnLinear([weight], [], ops=ops, stream=stream)
-        self.loss = VocabLoss(weight.box[0], weight.shape[0], ops=ops, tp=stream.tp)
+        self.ops = ops
+        self.projection = ColumnLinear(
+            [weight], [], ops=ops, stream=stream, narrow=True
+        )
+        self.loss = VocabLoss(
+            weight.box[0],
+            weight.shape[0],
+            ops=ops,
+            tp=stream.tp,
+            dtype=self.projection.result_dtype,
+        )
         super().__init__([norm, self.projection, self.loss])
 
     def parameters(self) -> Iterator[Parameter]:
@@ -45,4 +54,4 @@ class Head(Chain):
         h, _ = self.norm.forward(x, step)
         z, _ = self.projection.forward(h[:, -1:], step)
         counts = shares(self.loss.vocab, self.tp.size)
-        return self.tp.all_gather(z[:, 0].T, counts=counts).T
+        return self.tp.all_gather(self.ops.wide(z[:, 0]).T, counts=counts).T

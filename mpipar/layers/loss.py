@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpipar.comm import P, R
 from mpipar.layers.base import Layer, Step
 from mpipar.layers.cost import Cost, move
@@ -39,10 +41,21 @@ class VocabLoss(Layer):
     Flops     none counted
     Precision the compute type; the sum over tokens in float64
     Source    Shoeybi et al. 2019, section 3 (fused cross-entropy)
+
+    dtype     of z, by itself the compute type
     """
 
-    def __init__(self, held: Interval, vocab: int, *, ops: Ops, tp: Any) -> None:
+    def __init__(
+        self,
+        held: Interval,
+        vocab: int,
+        *,
+        ops: Ops,
+        tp: Any,
+        dtype: np.dtype | None = None,
+    ) -> None:
         self.held, self.vocab, self.ops, self.tp = held, vocab, ops, tp
+        self.dtype = dtype or ops.dtype
 
     def forward(self, x: Array, step: Step) -> tuple[Any, LossSaved]:
         xp, ops = self.ops.xp, self.ops
@@ -69,7 +82,8 @@ class VocabLoss(Layer):
         tokens, item = batch * sequence, self.ops.dtype.itemsize
         columns = self.held[1] - self.held[0]
         # `total` is half of the array that both sums travelled in.
-        cost = Cost(saved=tokens * (columns * item + 3 * item + 8))
+        saved = columns * self.dtype.itemsize + 3 * item + 8
+        cost = Cost(saved=tokens * saved)
         for items in (1, 2):
             cost += move(self.tp.name, self.tp.size, P, R, items * tokens * item)
         return cost
