@@ -16,7 +16,6 @@ arrived: neither waits for the work of a later operation.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -128,11 +127,9 @@ class DeviceMemory:
         self.cupy.cuda.get_current_stream().wait_event(event)
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """An array for work of the stream ``arriving``, whatever else makes arrays."""
-        nbytes = math.prod(shape) * dtype.itemsize
+        """An array for work of the stream ``arriving``."""
         with self.arriving:
-            place = self.cupy.get_default_memory_pool().malloc(nbytes)
-        return self.cupy.ndarray(shape, dtype, place)
+            return self.cupy.empty(shape, dtype)
 
 
 class Window:

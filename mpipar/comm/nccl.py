@@ -165,10 +165,8 @@ class Nccl:
         own = lengths[self._rank]
 
         def work() -> None:
-            pool = self._memory.cupy.get_default_memory_pool()
             with self.stream:
-                place = pool.malloc(size * own * width)
-                rows = self._memory.cupy.ndarray((size, own), flat.dtype, place)
+                rows = self._memory.cupy.empty((size, own), flat.dtype)
                 leaving = [length * width for length in lengths]
                 self._trade(flat, leaving, rows, [own * width] * size)
                 self._memory.ops.sum_rows(rows, out)
