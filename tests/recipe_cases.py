@@ -106,6 +106,8 @@ def recipes(draw) -> Recipe:
     tables["parallel"] |= {"partition": draw(st.sampled_from(words))}
     # It goes with hardly anything of the above.
     train |= {"graph": False, "attention": "auto"}
+    if train["precision"] in ("fp64", "fp32") or schedule == "2bw":
+        tables["optimizer"]["rounding"] = "nearest"
     train["micro_batch"] = draw(st.integers(1, 5))
     most = max(1, NEEDS[schedule].per_stage * stages) + draw(st.integers(0, 5))
     train["global_batch"] = data * train["micro_batch"] * most

@@ -301,6 +301,11 @@ class Optimizer(Section):
     min_lr: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="where the cosine ends, as a fraction of lr"
     )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="of master weights to bf16 or fp16: stochastic = up or down by "
+        "draws, so that weights are right in the mean",
+    )
 
 
 class _Checkpoint(Section):

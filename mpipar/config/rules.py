@@ -108,6 +108,30 @@ def _warmup_ends(v: Values, warmup: int, steps: int) -> str | None:
     return rule + advice({"optimizer.warmup": [steps], "train.steps": [warmup]})
 
 
+@_rule("optimizer.rounding", "train.precision")
+def _rounding_to_16_bits(v: Values, rounding: str, precision: str) -> str | None:
+    if rounding == "nearest" or precision in ("bf16", "fp16"):
+        return None
+    rule = (
+        f"{v.say('optimizer.rounding')} is for weights of 16 bits, not "
+        f"{v.say('train.precision')}"
+    )
+    options = {"optimizer.rounding": ["nearest"], "train.precision": ["bf16", "fp16"]}
+    return rule + advice(options)
+
+
+@_rule("optimizer.rounding", "parallel.schedule")
+def _rounding_of_one_state(v: Values, rounding: str, schedule: str) -> str | None:
+    if rounding == "nearest" or schedule != "2bw":
+        return None
+    rule = (
+        f"{v.say('parallel.schedule')} has weights of two updates, whose draws a "
+        f"checkpoint does not tell, so that {v.say('optimizer.rounding')} cannot go on"
+    )
+    options = {"optimizer.rounding": ["nearest"], "parallel.schedule": ["1f1b"]}
+    return rule + advice(options)
+
+
 @_rule("train.eval_every", "data.validation")
 def _evaluation_has_tokens(v: Values, every: int, validation: float) -> str | None:
     if not every or validation:

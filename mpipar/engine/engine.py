@@ -34,6 +34,7 @@ from mpipar.pipeline.transfer import Transfer
 from mpipar.zero.adamw import AdamW, Hyper
 from mpipar.zero.joint import JointState
 from mpipar.zero.loss_scale import LossScale
+from mpipar.zero.rounding import Rounding
 from mpipar.zero.state import TrainingState
 
 
@@ -100,6 +101,8 @@ class Engine:
         if recipe.train.recompute == "selective":
             for block in self.model.blocks:
                 block.forget()
+        is_drawn = recipe.optimizer.rounding == "stochastic"
+        self.rounding = Rounding(ops, recipe.train.seed if is_drawn else None)
         self.state = self._make_state()
         self.flat = self.state.flat
         self.state.initialize(recipe.train.seed)
@@ -156,6 +159,7 @@ class Engine:
             prefetch=parallel.prefetch,
             bucket_bytes=parallel.bucket_mb * 2**20,
             accumulation=self.recipe.accumulation,
+            rounding=self.rounding,
         )
 
     def _sharing(self, axis: str) -> tuple[Any, Any]:
@@ -273,10 +277,11 @@ class Engine:
         except (CheckpointError, OSError) as problem:
             error = problem
         raise_together(error, self.grid.world)
-        for state in self.states:
-            state.updated()
         progress = manifest.progress
         self.number, self.optimizer.count = progress.step, progress.updates
+        self.rounding.updates = progress.updates
+        for state in self.states:
+            state.updated()
         scale, train = self.loss_scale, tomllib.loads(manifest.recipe).get("train", {})
         # A run in another precision has none to go on with.
         if not scale.is_fixed and train.get("precision") == "fp16":
@@ -354,6 +359,7 @@ class Engine:
         updated = self.optimizer.update(lr, norm, scale)
         if updated:
             self.optimizer.move(bias_moves(loads, self.recipe.experts.bias_rate))
+            self.rounding.updates = self.optimizer.count
             state.spread()
         self.loss_scale.note(good=updated)
         bubble = waited / seconds if seconds else 0.0

@@ -46,6 +46,34 @@ def narrow(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
+def narrow_stochastic(x: np.ndarray, words: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out = x (float32) rounded up or down to the type of out; NaN stays NaN.
+
+    The odds are the distances to both neighbours, so that the mean is x itself: a
+    random number below one unit of the last place is added, and the rest is cut off.
+    Beyond the largest number infinity takes the place of the next one.
+
+    words    (n,) uint32, uniform;  x, out  (n,)
+    Source   Gupta et al. 2015 (Deep learning with limited numerical precision)
+    """
+    bits = x.view(np.uint32)
+    if out.dtype == BF16:
+        out[...] = (bits + (words >> 16)) >> 16
+        out[np.isnan(x)] = 0x7FC0
+        return out
+    # Beside the leading bit, 10 bits of a mantissa stay; of a number that is too small
+    # for that, fewer: its last place is 2⁻²⁴.
+    exponent = (bits >> 23 & 0xFF).astype(np.int64)
+    mantissa = (bits & 0x7FFFFF | 0x800000).astype(np.uint64)
+    dropped = np.clip(126 - exponent, 13, 63).astype(np.uint64)
+    kept = ((mantissa << np.uint64(32) >> dropped) + words) >> np.uint64(32)
+    kept += (np.maximum(exponent - 113, 0) << 10).astype(np.uint64)
+    kept = np.where(exponent > 142, np.uint64(0x7C00), kept)
+    kept = np.where(np.isnan(x), np.uint64(0x7E00), kept)
+    out.view(np.uint16)[...] = kept | (bits >> 16 & 0x8000)
+    return out
+
+
 def add_up(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
     """out = Σ parts in order; flat arrays, out 16-bit or float32."""
     with np.errstate(invalid="ignore"):

@@ -32,6 +32,24 @@ class HalfOps(NumpyOps):
         self._by_rows(elementwise.to_operand, flat, np.reshape(out, -1, copy=False))
         return out
 
+    def store_stochastic(
+        self,
+        x: np.ndarray,
+        out: np.ndarray,
+        *,
+        begin: int,
+        rows: tuple[int, int, int],
+        step: int,
+        key: tuple[int, int],
+    ) -> None:
+        def work(lo: int, hi: int, _: int) -> None:
+            Ops.store_stochastic(
+                self, x[lo:hi], out[lo:hi], begin=begin + lo, rows=rows, step=step,
+                key=key,
+            )  # fmt: skip
+
+        self.team.share(x.size, work, x.size)
+
     def _multiply(
         self,
         a: np.ndarray,

@@ -334,6 +334,18 @@ class NumpyOps(LossKernelOps):
         skip = start - 4 * first
         return out[:, skip : skip + width].reshape(*shape, width)
 
+    def _draws(
+        self,
+        begin: int,
+        size: int,
+        rows: tuple[int, int, int],
+        step: int,
+        key: tuple[int, int],
+    ) -> np.ndarray:
+        out = np.empty(size, np.uint32)
+        random.draws(begin, *rows, *map(np.uint64, (step, *key)), out, 0, size)
+        return out
+
     def _normals(
         self, index: np.ndarray, std: float, key: tuple[int, int]
     ) -> np.ndarray:

@@ -97,6 +97,27 @@ def normal_at(index: Array, key: tuple[int, int], xp: ModuleType = np) -> Array:
     return out
 
 
+def words_at(
+    index: Array, step: int, key: tuple[int, int], xp: ModuleType = np
+) -> Array:
+    """A random 32-bit word for each global element index, another one in each step.
+
+    Element i takes word i % 4 of counter (i // 4, step), each in two 32-bit halves.
+
+    Shapes   index (n,) int64;  returns (n,) uint32
+    """
+    out = xp.empty(index.shape, dtype=xp.uint32)
+    size = _BLOCK if xp is np else _DEVICE_BLOCK
+    for lo in range(0, index.size, size):
+        i = index[lo : lo + size].astype(xp.uint64)
+        four = i >> xp.uint64(2)
+        counter = four, four >> xp.uint64(32), step & _MASK, step >> 32
+        words = xp.stack(philox4x32(counter, key, xp))
+        own = (i & xp.uint64(3)).astype(xp.int64)
+        out[lo : lo + size] = words[own, xp.arange(i.size)]
+    return out
+
+
 def _double(high: Array, low: Array, xp: ModuleType) -> Array:
     """Uniform float64 in [0, 1) with 53 bits from two 32-bit words."""
     a = (high >> xp.uint32(5)).astype(xp.float64)

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.philox import normal_at, stream_key, uniform_rows
+from mpipar.ops.half import narrow_stochastic
+from mpipar.ops.philox import normal_at, stream_key, uniform_rows, words_at
 
 Array = Any
+_BLOCK = 1 << 15  # items that are rounded at a time, in the cache
 
 
 class RandomOps:
@@ -78,6 +80,44 @@ class RandomOps:
             index = index + (xp.arange(lo, hi, dtype=xp.int64) * stride).reshape(axis)
         values = self._normals(index.reshape(-1), std, stream_key(seed, name))
         self.store(values.reshape(out.shape), out)
+
+    def store_stochastic(
+        self,
+        x: Array,
+        out: Array,
+        *,
+        begin: int,
+        rows: tuple[int, int, int],
+        step: int,
+        key: tuple[int, int],
+    ) -> None:
+        """out = x, each element rounded up or down by a draw that depends on its index
+        in the global tensor, the step and the key alone (`narrow_stochastic`).
+
+        Element i is element e = begin + i of a rank's box, and of the tensor element
+        first + e // width · stride + e % width.
+
+        Shapes   x (n,) float32, out (n,) 16-bit; rows: first, width, stride
+        """
+        for lo in range(0, x.size, _BLOCK):
+            part = slice(lo, min(lo + _BLOCK, x.size))
+            size = part.stop - lo
+            words = self._draws(begin + lo, size, rows, step, key)
+            narrow_stochastic(x[part], words, out[part])
+
+    def _draws(
+        self,
+        begin: int,
+        size: int,
+        rows: tuple[int, int, int],
+        step: int,
+        key: tuple[int, int],
+    ) -> Array:
+        """The words of `store_stochastic`.   (size,) uint32"""
+        (first, width, stride), xp = rows, self.xp
+        box = xp.arange(begin, begin + size, dtype=xp.int64)
+        index = first + box // width * stride + box % width
+        return words_at(index, step, key, xp)
 
     def _normals(self, index: Array, std: float, key: tuple[int, int]) -> Array:
         """N(0, std²) numbers of global element indices.   (n,)"""

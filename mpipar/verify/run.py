@@ -94,6 +94,7 @@ def run_verification(
     is_cuda = recipe.train.device == "cuda"
     changes = {
         "train.precision": "fp64",
+        "optimizer.rounding": "nearest",
         "train.device": "cuda" if is_cuda else "cpu",
         "train.graph": recipe.train.graph and is_cuda,
         "log.timeout_s": patience,

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpipar.layers.parameter import Parameter
 from mpipar.ops import Ops
+from mpipar.zero.rounding import Rounding
 
 Array = Any
 Run = tuple[Any, int, int]
@@ -83,8 +84,8 @@ class Piece:
     begin, end   in the unit
     data, grad   (end − begin,) values in the compute type, summed gradients
     part, parts  how many ranks update the same stretch, and which of them this one is
-    rounded      16-bit values that are those of `data`, rounded; None where there are
-                 none
+    rounded      16-bit values that are those of `data`, rounded to the nearest; None
+                 where there are none
     """
 
     unit: Unit
@@ -118,6 +119,7 @@ class FlatState:
     multiple     that every unit is padded to
     values, gradients   False where they are not held whole
     grad_dtype   of summed gradients; by itself the operand type
+    rounding     of values; by itself to the nearest
     """
 
     def __init__(
@@ -131,8 +133,10 @@ class FlatState:
         values: bool = True,
         gradients: bool = True,
         grad_dtype: np.dtype | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.ops, self.axis, self.root = ops, axis, list(root)
+        self.rounding = rounding or Rounding(ops)
         self.grad_dtype = grad_dtype or ops.operand_dtype
         self.parameters: list[Parameter] = [p for unit in units for p in unit]
         self.units: list[Unit] = []

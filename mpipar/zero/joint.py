@@ -55,7 +55,8 @@ class JointState(UnitHooks):
             part.updated()
 
     def spread(self) -> None:
-        """The optimizer has updated masters and own values: spreads these."""
+        """The optimizer has updated masters, and own values where they are those to
+        the nearest: spreads these."""
         for part in self.parts:
             part.spread()
 

@@ -12,12 +12,14 @@ class Masters:
 
     An update is smaller than what 16 bits tell apart: it must add up somewhere.
 
-    values   `WholeValues` or `GatheredValues`;  parts  that each unit is cut into
+    values   `WholeValues` or `GatheredValues`
+    part, parts   which part of each unit is the own one, and how many there are
     Source   Micikevicius et al. 2018, section 3.1
     """
 
-    def __init__(self, flat: FlatState, values: Any, parts: int) -> None:
-        self.flat, self.values, self.parts = flat, values, parts
+    def __init__(self, flat: FlatState, values: Any, part: int, parts: int) -> None:
+        self.flat, self.values = flat, values
+        self.part, self.parts = part, parts
         self._data: Array = None
         if flat.ops.is_mixed:
             self._data = flat.ops.zeros((flat.size // parts,))
@@ -36,5 +38,7 @@ class Masters:
     def round(self) -> None:
         """Brings the own parts of 16-bit values up to date."""
         if self._data is not None:
-            for index in range(len(self.flat.units)):
-                self.flat.ops.operand(self.own(index), out=self.values.own(index))
+            for index, unit in enumerate(self.flat.units):
+                own = self.own(index)
+                begin = self.part * len(own)
+                self.flat.rounding.store(unit, begin, own, self.values.own(index))

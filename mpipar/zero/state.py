@@ -31,6 +31,7 @@ from mpipar.zero.gradients import (
     ShardedGradients,
 )
 from mpipar.zero.masters import Masters
+from mpipar.zero.rounding import Rounding
 from mpipar.zero.values import GatheredValues, WholeValues, cut
 
 Array = Any
@@ -48,7 +49,7 @@ class TrainingState(UnitHooks):
                hold the same parts
     partials   communicator of each axis that parameters name as `partial`
     ties       of the pipeline stages that both have a tied weight
-    accumulation   micro-batches of a step
+    accumulation   micro-batches of a step;  rounding  of values
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TrainingState(UnitHooks):
         prefetch: int = 1,
         bucket_bytes: float = 0.0,
         accumulation: int = 1,
+        rounding: Rounding | None = None,
     ) -> None:
         self.grad = grad
         self.stage = stage if shard.size > 1 else 0
@@ -96,6 +98,7 @@ class TrainingState(UnitHooks):
             values=self.stage < 3,
             gradients=self.stage < 2,
             grad_dtype=ops.dtype if accumulation > 1 else ops.operand_dtype,
+            rounding=rounding,
         )
         if self.stage == 0:
             self.gradients = BucketedGradients(self.flat, grad, sums, bucket_bytes)
@@ -106,8 +109,8 @@ class TrainingState(UnitHooks):
             self.values = WholeValues(self.flat, self.shard)
         else:
             self.values = GatheredValues(self.flat, shard, prefetch)
-        parts = self.shard.size if self.shard else 1
-        self.masters = Masters(self.flat, self.values, parts)
+        part = (self.shard.rank, self.shard.size) if self.shard else (0, 1)
+        self.masters = Masters(self.flat, self.values, *part)
 
     def initialize(self, seed: int) -> None:
         """Starting values, a unit at a time."""
@@ -125,10 +128,13 @@ class TrainingState(UnitHooks):
     def updated(self) -> None:
         """The masters are others: rounds and spreads their values."""
         self.masters.round()
-        self.spread()
+        self.values.changed()
 
     def spread(self) -> None:
-        """The optimizer has updated masters and own values: spreads these."""
+        """The optimizer has updated masters, and own values where they are those to
+        the nearest: spreads these."""
+        if self.flat.rounding.is_stochastic:
+            self.masters.round()
         self.values.changed()
 
     def pieces(self) -> list[Piece]:
@@ -138,7 +144,9 @@ class TrainingState(UnitHooks):
             data, grad = self.masters.own(index), self.gradients.own(index)
             begin = self.shard.rank * len(data) if self.shard else 0
             copies = self.replicas.rank, self.replicas.size
-            rounded = self.values.own(index) if self.flat.ops.is_mixed else None
+            # Where masters are rounded by draws, that comes after the update.
+            nearest = self.flat.ops.is_mixed and not self.flat.rounding.is_stochastic
+            rounded = self.values.own(index) if nearest else None
             end = begin + len(data)
             found.append(Piece(unit, begin, end, data, grad, *copies, rounded))
         return found

@@ -46,7 +46,8 @@ class WholeValues:
 
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""
-        self.flat.ops.store(whole, self.flat.data[self.flat.units[index].stretch])
+        unit = self.flat.units[index]
+        self.flat.rounding.store(unit, 0, whole, self.flat.data[unit.stretch])
 
     def need(self, now: Sequence[int], later: Sequence[int] = ()) -> None:
         """Units `now` are about to run; always ready."""
@@ -118,7 +119,9 @@ class GatheredValues:
 
     def set(self, index: int, whole: Array) -> None:
         """Takes (size,) values in the compute type for a unit."""
-        self.flat.ops.store(cut(whole, self.shard), self.own(index))
+        own = cut(whole, self.shard)
+        begin = self.shard.rank * len(own)
+        self.flat.rounding.store(self.flat.units[index], begin, own, self.own(index))
         self._drop(index)
 
     def need(self, now: Sequence[int], later: Sequence[int] = ()) -> None:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpipar.ops.cuda.arrays import CudaArrayOps
 from mpipar.ops.cuda.launch import SUM_BLOCKS
 
@@ -11,7 +13,7 @@ Array = Any
 
 
 class CudaOptimizerOps(CudaArrayOps):
-    """Sums of ranks, norms of gradients and AdamW, over flat buffers."""
+    """Sums of ranks, norms of gradients, AdamW and its rounding, over flat buffers."""
 
     def sum_rows(self, rows: Array, out: Array) -> None:
         self.launch.over_items(
@@ -52,4 +54,20 @@ class CudaOptimizerOps(CudaArrayOps):
         self.launch.over_items(
             "adamw", [self.dtype, grad.dtype, self.operand_dtype], weight.size,
             weight, grad, m, v, rounded, *(float(number) for number in numbers),
+        )  # fmt: skip
+
+    def store_stochastic(
+        self,
+        x: Array,
+        out: Array,
+        *,
+        begin: int,
+        rows: tuple[int, int, int],
+        step: int,
+        key: tuple[int, int],
+    ) -> None:
+        numbers = (np.int64(number) for number in (begin, *rows, step, *key))
+        self.launch.over_items(
+            "round_stochastic", [out.dtype], x.size,
+            self._in_place(x), self._in_place(out, self.operand_dtype), *numbers,
         )  # fmt: skip

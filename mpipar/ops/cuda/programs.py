@@ -26,6 +26,7 @@ _PARTS = {
     "position": ("philox.cuh",),
     "attention": ("philox.cuh",),
     "flash": ("philox.cuh", "mma.cuh"),
+    "rounding": ("philox.cuh",),
 }
 
 # kernel -> template arguments, in each program
@@ -91,6 +92,8 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
         "combine_rows": ("C, C", "S, C"),
         "combine_bwd": ("C, C, C, S", "S, C, C, S", "C, S, C, S", "S, S, C, S"),
     },
+    # To 16-bit types only
+    "rounding": {"round_stochastic": ("H",)},
     "optimizer": {"square_sums": ("C", "S"), "adamw": ("C, C, S", "C, S, S")},
 }  # fmt: skip
 PROGRAM_OF = {kernel: name for name, made in PROGRAMS.items() for kernel in made}

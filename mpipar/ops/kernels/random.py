@@ -47,6 +47,30 @@ def dropout_factors(rows0, rows1, rows2, k0, k1, first, limit, factor, out, lo, 
             out[i, 4 * block + 3] = _kept(d >> np.uint64(8), limit, factor, zero)
 
 
+@kernel("(i8, i8, i8, i8, u8, u8, u8, u4[::1], i8, i8)")
+def draws(begin, first, width, stride, step, k0, k1, out, lo, hi):
+    """out[i] = a word for element begin + i of a box (`Ops.store_stochastic`).
+
+    Element j of the tensor takes word j % 4 of counter (j // 4, step).
+    """
+    drawn = ~np.uint64(0)  # the counter that a, b, c, d are of; as yet none
+    a = b = c = d = np.uint64(0)
+    row, column = (begin + lo) // width, (begin + lo) % width
+    for i in range(lo, hi):
+        index = np.uint64(first + row * stride + column)
+        column += 1
+        if column == width:
+            row, column = row + 1, 0
+        four, own = index >> np.uint64(2), index & np.uint64(3)
+        if four != drawn:
+            drawn = four
+            a, b, c, d = _philox(
+                four & _LOW, four >> _HALF, step & _LOW, step >> _HALF, k0, k1
+            )
+        low, high = (a, b) if own < np.uint64(2) else (c, d)
+        out[i] = np.uint32(low if own & np.uint64(1) == np.uint64(0) else high)
+
+
 @part
 def _double(high, low):
     """Uniform float64 in [0, 1) with 53 bits from two 32-bit words."""
