@@ -51,7 +51,7 @@ def test_every_operation_on_arrays_is_among_the_calls():
         "attention_fwd", "attention_bwd", "attention_flops", "dropout_scale", "dropout",
         "fill_normal", "precision", "operand", "empty_operand", "is_mixed",
         "wide", "store", "add_to", "linear_gelu_dx", "narrow_results",
-        "attention_method", "square_sums",
+        "attention_method", "square_sums", "store_stochastic",
     }  # fmt: skip
     elsewhere |= public(DeviceOps)
     assert public(Ops) == elsewhere | {call.op for call in CALLS}
