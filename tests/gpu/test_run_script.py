@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from gpu.precisions import PRECISIONS
-from gpu.run import report
+from gpu.run import needs, report
 from gpu.run.ops import on_device, worst_of
 from gpu.run.parts import PARTS, Files, Part, run_part
 from gpu.run.record import Records, SkippedError, read
@@ -151,6 +153,28 @@ def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
     assert job.returncode == 2 and "known are check, parity, bench" in job.stderr
     job = dry_run(tmp_path, "--wheel", "there")
     assert job.returncode == 2 and "--wheels DIR" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "packages", "toolkit", "wanted"),
+    [
+        (13, ["nvidia-cuda-runtime-cu12 12.8.93"], False, "cupy-cuda12x"),
+        (13, ["nvidia-cuda-runtime 13.0.88"], False, "cupy-cuda13x"),
+        (13, ["nvidia-cuda-runtime 13.0.88", "nvidia-cuda-runtime-cu12 12.9.86"], False,
+         "cupy-cuda13x"),
+        (12, ["nvidia-cuda-runtime 13.0.88"], False, "cupy-cuda12x[ctk]"),
+        (12, [], False, "cupy-cuda12x[ctk]"),
+        (13, ["nvidia-cuda-nvrtc-cu12 12.9.86"], True, "cupy-cuda13x"),
+    ],
+)  # fmt: skip
+def test_cupy_is_that_of_the_cuda_that_is_there(
+    driver: int, packages: list, toolkit: bool, wanted: str, monkeypatch: Any
+) -> None:
+    names = [SimpleNamespace(name=p.split()[0], version=p.split()[1]) for p in packages]
+    monkeypatch.setattr(needs, "distributions", lambda: names)
+    monkeypatch.setattr(needs, "driver_version", lambda: driver)
+    monkeypatch.setattr(needs, "has_toolkit", lambda: toolkit)
+    assert needs.cupy_package() == wanted
 
 
 @pytest.mark.full

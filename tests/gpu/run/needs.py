@@ -3,11 +3,14 @@
 "?" before a name: the run goes on without it, and leaves out what it is for.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from ctypes.util import find_library
 from importlib import import_module
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,8 +34,7 @@ def main() -> None:
     """List them; --dry-run needs no GPU's packages."""
     missing = [package for module, package in NEEDED.items() if not works(module)]
     if "--dry-run" not in sys.argv:
-        kind = "13x" if cuda_version() >= 13 else "12x"
-        missing += [f"cupy-cuda{kind}"] * (not works("cupy"))
+        missing += [cupy_package()] * (not works("cupy"))
         missing += ["?nvidia-cudnn-frontend<1.27"] * (not there("cudnn"))
         missing += ["?torch"] * (not there("torch"))
     if "mpi4py" not in missing and not mpi_works():
@@ -77,8 +79,38 @@ def mpi_works() -> bool:
     return "".join(job.stdout.split()) == "22"
 
 
-def cuda_version() -> int:
-    """Of the driver, as nvidia-smi tells it; 13 where it says nothing."""
+def cupy_package() -> str:
+    """CuPy for the newest CUDA that is installed and that the driver runs; where none
+    is installed, with the driver's."""
+    driver = 13 if driver_version() >= 13 else 12
+    there = [major for major in packaged_versions() if major in (12, driver)]
+    if there or has_toolkit():
+        return f"cupy-cuda{max(there, default=driver)}x"
+    return f"cupy-cuda{driver}x[ctk]"
+
+
+def packaged_versions() -> set[int]:
+    """CUDA versions whose headers are a package, as those are that PyTorch brings:
+    CuPy compiles nothing without."""
+    found = set()
+    for package in distributions():
+        name = (package.name or "").lower().replace("_", "-")
+        if name.startswith("nvidia-cuda-runtime"):
+            known = re.search(r"-cu(\d+)$", name) or re.match(r"(\d+)", package.version)
+            found.add(int(known[1]))
+    return found
+
+
+def has_toolkit() -> bool:
+    """Whether CUDA is installed beside Python's packages."""
+    roots = os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"
+    return any(Path(root).is_dir() for root in roots if root) or bool(
+        find_library("nvrtc")
+    )
+
+
+def driver_version() -> int:
+    """CUDA of the driver, as nvidia-smi tells it; 13 where it says nothing."""
     try:
         job = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
