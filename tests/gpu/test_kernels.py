@@ -350,7 +350,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_is_caught(fault):
     *edit, op = FAULTS[fault]
-    call, size = next(c for c in OURS if c.op == op), (2, 115, 30)
+    call, size = next(c for c in OURS if c.op == op), (2, 135, 30)
     assert any(edit[0] in source(program) for program in PROGRAMS)
     expected = perform(Ops(dtype="float64"), call, size, "float64")
     with pytest.raises((AssertionError, ShimError)):
