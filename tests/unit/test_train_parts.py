@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mpipar.config import read_recipe
 from mpipar.engine import StepResult
 from mpipar.engine.learning_rate import learning_rate
 from mpipar.grid import serial_grid
+from mpipar.ops import Ops
 from mpipar.train.metrics import Metrics, write_summary
 from mpipar.train.progress import Bar, Lines, Silence, describe, make_progress
 from mpipar.train.signals import StopSignals
@@ -142,15 +142,15 @@ HELD = {"params": 80, "grads": 80, "masters": 40, "unit_buffers": 7}
 
 def fake_engine() -> SimpleNamespace:
     """As much of an engine as metrics look at."""
-    array = np.zeros(10)
+    held = {**HELD, "optimizer": 160, "activations": 0}
     return SimpleNamespace(
         grid=serial_grid(),
         number=0,
         step_flops=lambda: 1000,
         predicted_memory=lambda: {"params": 80},
+        held_memory=lambda: dict(held),
+        ops=Ops(),
         simulate=lambda: SimpleNamespace(bubble=0.25),
-        states=[SimpleNamespace(held=lambda: dict(HELD))],
-        optimizer=SimpleNamespace(m=array, v=array),
         executor=SimpleNamespace(peak_bytes=33),
     )
 
