@@ -5,7 +5,6 @@ Same signatures as the reference, same results up to rounding. Threads share row
 that BLAS itself needs no threads.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from mpipar.ops.kernels import (
 )  # fmt: skip
 from mpipar.ops.kernels.tile import has_registers
 from mpipar.ops.loss_kernels import LossKernelOps
+from mpipar.ops.philox import drop_limit
 from mpipar.ops.runner import as_bits, optional, rows_of, spaced_rows
 from mpipar.ops.team import MULTIPLY_ADDS
 
@@ -322,7 +322,7 @@ class NumpyOps(LossKernelOps):
         low = np.uint64(0xFFFFFFFF)
         counters = [np.ascontiguousarray(c & low).reshape(-1) for c in counters]
         out = np.empty((counters[0].size, 4 * (last - first)), self.dtype)
-        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        limit = drop_limit(rate)
         fixed = [np.uint64(number) for number in (*key, first, limit)]
         factor = self.dtype.type(1.0 / (1.0 - rate))
         fill = random.dropout_factors

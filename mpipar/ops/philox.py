@@ -5,6 +5,7 @@ A value depends on its key and counter alone, never on who draws it or in what o
 initial weights and dropout masks are the same in every layout.
 """
 
+import math
 import zlib
 from types import ModuleType
 from typing import Any
@@ -73,6 +74,12 @@ def uniform_rows(
     flat = xp.stack(words, axis=-1).reshape(*words[0].shape[:-1], -1)
     picked = flat[..., start - 4 * first : start - 4 * first + width]
     return (picked >> xp.uint32(8)).astype(xp.float32) * xp.float32(2.0**-24)
+
+
+def drop_limit(rate: float) -> int:
+    """Draws of 24 bits below it are dropped: those that `uniform_rows` makes smaller
+    than the rate in float32."""
+    return math.ceil(float(np.float32(rate)) * 2**24)
 
 
 def normal_at(index: Array, key: tuple[int, int], xp: ModuleType = np) -> Array:

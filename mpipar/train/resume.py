@@ -36,9 +36,8 @@ _MODEL = {
 # What may change without a word: it does not change what is computed
 _FREE = (
     "parallel.", "log.", "checkpoint.", "train.micro_batch", "train.recompute",
-    "train.device", "train.attention", "train.max_hours", "train.eval_",
-    "train.check_every", "train.recover",
-    "data.workers",
+    "train.device", "train.attention", "train.graph", "train.max_hours", "train.eval_",
+    "train.check_every", "train.recover", "data.workers",
 )  # fmt: skip
 
 

@@ -97,6 +97,8 @@ def run_verification(
         "optimizer.rounding": "nearest",
         "train.device": "cuda" if is_cuda else "cpu",
         "train.graph": recipe.train.graph and is_cuda,
+        "train.attention": "auto",
+        "parallel.transport": recipe.parallel.transport if is_cuda else "auto",
         "log.timeout_s": patience,
     }
     recipe = resolve(replace(recipe, changes), world.size)

@@ -106,6 +106,14 @@ def test_verify_agrees_where_states_are_sharded(comm, tmp_path, stage):
 
 
 @pytest.mark.mpi(2)
+def test_verify_takes_recipes_of_gpus_and_16_bits(comm, tmp_path):
+    words = ["train.device=auto", "train.precision=bf16", "train.attention=cudnn"]
+    words += ["parallel.transport=staged", "optimizer.rounding=stochastic"]
+    source = f"data.source={write_tokens(comm, tmp_path)}"
+    assert run_verification(make_recipe(2, source, *words), comm, steps=1) is True
+
+
+@pytest.mark.mpi(2)
 def test_verify_tells_of_a_loss_that_is_no_number(comm, tmp_path, monkeypatch):
     recipe = make_recipe(2, f"data.source={write_tokens(comm, tmp_path)}")
     file = tmp_path / "verdict.json"

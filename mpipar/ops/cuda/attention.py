@@ -1,9 +1,8 @@
 """Attention by CUDA kernels."""
 
-import math
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from mpipar.ops.cuda.launch import (
     WARP,
 )
 from mpipar.ops.half import is_half
+from mpipar.ops.philox import drop_limit
 
 Array = Any
 
@@ -289,9 +289,15 @@ class CudaAttentionOps(CudaArrayOps):
         return x, None
 
     def _spans(self, spans: np.ndarray) -> DeviceSpans:
-        if not hasattr(self, "_kept_spans"):
-            self._kept_spans = Kept(partial(device_spans, self.xp))
         return self._kept_spans(spans)
+
+    @cached_property
+    def _kept_spans(self) -> Kept:
+        return Kept(partial(device_spans, self.xp))
+
+    @cached_property
+    def _kept_draws(self) -> Kept:
+        return Kept(self.xp.asarray)
 
     def _key_reach(self, on: DeviceSpans, keys: int) -> tuple[Array, Array, np.int64]:
         if keys not in on.reaches:
@@ -305,14 +311,12 @@ class CudaAttentionOps(CudaArrayOps):
         """What kernels need to draw factors."""
         if dropout is None:
             return [None] * 4 + [np.uint32(0)] * 2 + [0.0]
-        if not hasattr(self, "_kept_draws"):
-            self._kept_draws = Kept(self.xp.asarray)
         kept, low = self._kept_draws, 0xFFFFFFFF
         # Positions, like all of a counter's words, by their lower 32 bits
         rows, columns = (
             kept((x & low).astype(np.uint32)) for x in (dropout.queries, dropout.keys)
         )
-        limit = math.ceil(float(np.float32(dropout.rate)) * 2**24)
+        limit = drop_limit(dropout.rate)
         return [
             kept(np.array(dropout.streams, np.uint32)), self._index(dropout.samples),
             rows, columns, np.uint32(dropout.number & low), np.uint32(limit),

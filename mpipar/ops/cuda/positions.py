@@ -1,11 +1,11 @@
 """Positions, embedding and dropout by CUDA kernels."""
 
-import math
 from typing import Any
 
 import numpy as np
 
 from mpipar.ops.cuda.arrays import CudaArrayOps
+from mpipar.ops.philox import drop_limit
 
 Array = Any
 
@@ -53,7 +53,7 @@ class CudaPositionOps(CudaArrayOps):
         words = xp.broadcast_arrays(*(xp.asarray(r, dtype=xp.uint64) for r in rows))
         counters = [self._solid((w & xp.uint64(low)).astype(xp.uint32)) for w in words]
         out = self.empty((*words[0].shape, width))
-        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        limit = drop_limit(rate)
         groups = (start + width + 3) // 4 - start // 4
         self.launch.over_items(
             "dropout_factors", [self.dtype], words[0].size * groups,
@@ -75,7 +75,7 @@ class CudaPositionOps(CudaArrayOps):
         positions, samples, number = rows
         x, y, (b, s, width) = self._compute(x), self.empty(x.shape), x.shape
         onto = None if onto is None else self._compute(onto)
-        limit = math.ceil(float(np.float32(rate)) * 2**24)
+        limit = drop_limit(rate)
         self.launch.by_row(
             "dropout", [self.dtype], b * s, width,
             x, onto, y, self._index(positions), self._index(samples), s,
